@@ -1,19 +1,18 @@
 """Compares a drafter's answers with those of plain decoding and explains every difference.
 
-Where two answers differ, either rounding decided between two tokens whose scores are almost equal
-(in bf16 that is normal: a pass over several tokens sums in another order than a pass over one), or
-something is broken. To distinguish the two, the answer is replayed token by token through plain
-decoding. Wherever the replay would have picked another token, the target computes the same logits
+If two answers differ, either rounding decided between two tokens with almost equal scores, or there
+is a bug. The former is normal in bf16, where a pass over several tokens sums in another order than
+a pass over one. To distinguish the two, the answer is replayed token by token through plain
+decoding. Where the replay would have picked another token, the target computes the same logits
 along two other routes that are mathematically equal: several tokens in one pass, and the whole text
-at once. How far the margin between the two tokens' scores moves from route to route is what
-rounding does to this decision. A difference is a near tie when, at every position where the answer
-leaves the replay, the margin is no more than twice the largest such move; otherwise it is a
-mismatch.
+at once. The change of the margin between the two tokens' scores from route to route is the effect
+of rounding on this decision. A difference is a near tie if, at every position where the answer
+leaves the replay, the margin is at most twice the largest such change; otherwise it is a mismatch.
 
-Routes whose logits lie further apart than the number format explains are a mismatch as well: then a
-route itself is wrong. Scores are what the decoder maximises: the logits after the processors,
-applied to the answer's own text. On a GPU the replay verifies as decoding does, through the
-attention kernel; the whole text at once goes through torch's attention.
+If the routes' logits differ by more than the number format explains, it is also a mismatch: one of
+the routes is wrong. Scores are what the decoder maximises: the logits after the processors, applied
+to the answer's own text. On a GPU the replay verifies as decoding does, with the attention kernel;
+the whole text at once uses torch's attention.
 
 Legend: V vocabulary.
 """
@@ -38,18 +37,18 @@ from inference.kernels.reference.noise import gumbel_noise
 from inference.target.model import TargetModel
 
 LARGEST_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Largest believable gap, as a share of the largest logit. In float64 a family's norms and rotary
-tables may still be computed in float32, which is what its entry allows for.
+"""Largest plausible gap, as a share of the largest logit. The entry of float64 allows for norms and
+rotary tables that a family computes in float32.
 """
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """One place where an answer differs from what plain decoding picks after the same text.
+    """One place where an answer differs from plain decoding's pick after the same text.
 
-    place: index in the answer; expected, found: token ids, None behind an answer's end; margin: by
-    how much plain decoding's scores prefer `expected`, in logits; gap: how far the routes' logits
-    lie apart; tolerance: the margin that they can bridge.
+    place: index in the answer; expected, found: token ids, None after an answer's end; margin: by
+    how much plain decoding's scores prefer `expected`, in logits; gap: largest difference of the
+    routes' logits; tolerance: the largest margin that rounding explains.
     """
 
     prompt: int
@@ -63,7 +62,7 @@ class Divergence:
     reason: str
 
     def to_dict(self) -> dict[str, int | float | str | None]:
-        """As JSON holds it, which knows no infinity: numbers that are not finite are None."""
+        """The divergence for JSON, which has no infinity: numbers that are not finite are None."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
@@ -71,7 +70,7 @@ class Divergence:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Divergence:
-        """Read back `to_dict`."""
+        """Read the result of `to_dict`."""
         numbers = ("margin", "gap", "tolerance")
         infinite = {key: math.inf for key in numbers if values[key] is None}
         return cls(**{**values, **infinite})
@@ -79,7 +78,7 @@ class Divergence:
 
 @dataclass
 class AuditReport:
-    """Counts of compared sequences, and what was found of those that are not identical."""
+    """Counts of compared sequences, and the findings for those that are not identical."""
 
     sequences: int = 0
     identical: int = 0
@@ -90,9 +89,9 @@ class AuditReport:
     flips: int = 0
     """Tokens in differing answers that plain decoding would not have picked after the same text."""
     divergences: list[Divergence] = field(default_factory=list)
-    """What decided about each sequence."""
+    """The decisive divergence of each sequence."""
     found: list[Divergence] = field(default_factory=list)
-    """Every flip, also those that did not decide."""
+    """Every flip, including those that are not decisive."""
 
     def counts(self) -> dict[str, int]:
         """The `lossless` block of report.json."""
@@ -101,7 +100,7 @@ class AuditReport:
 
 
 Known = dict[tuple[Request, tuple[int, ...], int], list[Divergence]]
-"""What examining (request, answer, width) found; valid for one target, baseline and sampling."""
+"""Results of `examine` by (request, answer, width); valid for one target, baseline and sampling."""
 
 
 def audit(
@@ -115,14 +114,14 @@ def audit(
     examined: bool = True,
     exact: bool = False,
 ) -> AuditReport:
-    """Compare `answers` with `baseline`, both one list of new tokens per request, and examine what
-    differs.
+    """Compare `answers` with `baseline`, both one list of new tokens per request, and examine the
+    differences.
 
-    width: tokens per pass of the second route; the number of nodes that the drafter had verified is
-    a good choice. known: answers that were examined before, for callers that audit several drafters
-    against the same baseline; extended in place. examined: False counts what differs as mismatches,
-    without the minutes that it takes to find where and why: for rules that promise no equal text.
-    exact: the answers were decoded with `decode.exact`, and so is what they are compared with.
+    width: tokens per pass of the second route; the number of nodes of the drafter's verifications
+    is a good choice. known: answers that were examined before, for callers that audit several
+    drafters against the same baseline; extended in place. examined: if False, differing answers
+    count as mismatches without the minutes of examination, for rules that do not promise equal
+    text. exact: the answers and the baseline were decoded with `decode.exact`.
     """
     report = AuditReport()
     known = {} if known is None else known
@@ -187,10 +186,11 @@ def flips_alone(
     width: int,
     exact: bool = False,
 ) -> tuple[int, int]:
-    """How often the target alone picks another token when it reads its own answers, those of plain
-    decoding, `width` tokens at a time -> (tokens that were picked again, those that differ).
+    """How often the target without a drafter picks another token when it reads its own plain
+    answers `width` tokens at a time. Returns the number of tokens picked again, and of those that
+    differ.
 
-    What any drafter's verification does to the text comes on top of this. exact: as `audit` has it.
+    A drafter's verification adds its own flips to these. exact: see `audit`.
     """
     tokens, flips = 0, 0
     for request, answer in zip(requests, answers, strict=True):
@@ -218,14 +218,14 @@ class _Replay:
 
     @torch.no_grad()
     def steps(self, width: int = 1) -> Iterator[Tensor]:
-        """Logits [V] before every token of the answer, from passes over `width` tokens of it; over
-        one they are those of plain decoding."""
+        """Logits [V] before every token of the answer, from passes over `width` of its tokens; with
+        width 1 they are those of plain decoding."""
         yield self._read(self.prompt)
         for first in range(1, len(self.answer), width):
             yield from self._verify(first, min(width, len(self.answer) - first), commit=True)
 
     def _read(self, count: int) -> Tensor:
-        """Logits [V] behind the first `count` tokens of the text, from a fresh prefill of them."""
+        """Logits [V] after the first `count` tokens of the text, from a new prefill."""
         length = torch.tensor([count], device=self.target.device)
         row = torch.zeros(1, dtype=torch.int64, device=self.target.device)
         text = self.text[:, :count]
@@ -234,7 +234,7 @@ class _Replay:
 
     def _verify(self, place: int, width: int, commit: bool = False) -> Tensor:
         """Logits [width, V] before the answer's tokens from `place` on, from one pass over the
-        `width` tokens of which each stands before one of them."""
+        `width` tokens that precede them."""
         device, before = self.target.device, self.prompt + place - 1
         tokens = self.text[:, before : before + width]
         lengths = torch.tensor([before], device=device)
@@ -256,8 +256,8 @@ class _Replay:
         return self.target.weights.logits(hidden[:, -1])[0]
 
     def scores(self, logits: Tensor, place: int) -> Tensor:
-        """What the target maximises [V], in units of logits: the logits after the processors, plus
-        the noise times the temperature."""
+        """The scores that the target maximises [V], in units of logits: the logits after the
+        processors, plus the noise times the temperature."""
         device, end = logits.device, self.prompt + place
         root = TokenTree.chain(0, device)
         lengths = torch.tensor([end - 1], device=device)
@@ -280,26 +280,27 @@ class _Replay:
 
     @torch.no_grad()
     def judge(self, place: int, expected: int, logits: Tensor, width: int) -> Divergence:
-        """Whether the gap at `place` explains that answer token `place` is not `expected`."""
+        """The divergence at `place`, where the answer's token is not `expected`, and whether the
+        gap explains it."""
         found = self.answer[place]
         routes = [self._at_once(place)]
         if place > 1:
             width = min(width, place)
-            if self.target.recurrent:  # a state that has moved on does not come back
+            if self.target.recurrent:  # a state cannot go back to an earlier token
                 self._read(self.prompt + place - width)
             routes.append(self._verify(place - width + 1, width)[-1])
         margin = self.margin(logits, place, expected)
         moves = [abs(self.margin(route, place, expected) - margin) for route in routes]
         gap = max(float((route.double() - logits.double()).abs().max()) for route in routes)
         scale = max(1.0, float(logits.abs().max()))
-        # Where the routes happen to agree, what a logit is rounded to stands in for their move.
-        # A penalty multiplies logits, and with them what they are off by.
+        # If the routes happen to agree, the rounding of a logit replaces their change. A penalty
+        # multiplies logits, and so their errors.
         penalty = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
         pair = float(logits[[expected, found]].abs().max())
         rounding = penalty * torch.finfo(logits.dtype).eps * max(1.0, pair)
         tolerance = 2 * max([rounding, *(move for move in moves if math.isfinite(move))])
         near = abs(margin) <= tolerance
-        # a filter or a bad word removed one token: a tie at the filter's edge?
+        # a filter or a bad word removed one token: it may be a tie at the filter's edge
         if math.isinf(margin):
             removed = found if margin > 0 else expected
             near = any(self.pick(route, place) == removed for route in routes)

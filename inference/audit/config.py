@@ -1,4 +1,4 @@
-"""What `headstart audit` examines, and how thoroughly."""
+"""The configuration of `headstart audit`: what it examines, and how thoroughly."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Scripted drafters for the audit: right with a given probability, always wrong, or random.
 
-A newly initialised drafter is hardly ever right, so accepting, compacting and committing would not
-be exercised. A scripted one knows the answer and is right with a given probability, at positions
-that differ from step to step and row to row. No draft may change the text.
+A newly initialised drafter is almost never right, so it would not exercise accepting, compacting
+and committing. A scripted drafter knows the answer and is right with a given probability, at
+positions that differ from step to step and row to row. No draft may change the text.
 
 Legend: B rows, N nodes, S slots of known text.
 """
@@ -23,13 +23,13 @@ from inference.kernels.reference.noise import noise_bits
 
 KNOWS = "knows 70%"
 _TREES = 1 << 20
-"""Added to a row's number: the draws that decide trees must not be those that decide tokens."""
+"""Added to a row's number, so that the draws for trees differ from those for tokens."""
 
 
 @dataclass
 class State:
-    """text [B, S] int64: what is known of each row's text; root, length, row [B] int64: the last
-    token, how many are committed, the row's number."""
+    """text [B, S] int64: the known part of each row's text; root, length, row [B] int64: the last
+    token, the number of committed tokens, and the row's number."""
 
     text: Tensor
     root: Tensor
@@ -41,9 +41,8 @@ class State:
 class ScriptedDrafter:
     """Drafts from known answers; see the module.
 
-    answers: prompt tokens, or these and the answer's first token -> prompt and answer. share_right:
-    the share of drafted tokens that are right, 0 for a drafter that is always wrong, None for one
-    that drafts random tokens.
+    answers: maps the prompt's tokens, or these and the answer's first token, to prompt and answer.
+    share_right: the share of drafted tokens that are right; 0: always wrong; None: random tokens.
     """
 
     kind: ClassVar[str] = "scripted"
@@ -67,7 +66,7 @@ class ScriptedDrafter:
         return self.commit(State(text.to(zeros.device), zeros, zeros.clone(), numbers), seen)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Fill the shape. Of a dynamic one the tree is drawn as well."""
+        """Fill the shape; for a dynamic shape, the tree is random too."""
         assert self.shape is not None
         tree = self.shape if isinstance(self.shape, TokenTree) else self._grow(state, self.shape)
         depth = tree.depth.expand(state.root.shape[0], -1)
@@ -82,14 +81,14 @@ class ScriptedDrafter:
         return Proposal(torch.cat([state.root[:, None], tokens[:, 1:]], 1), tree)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Remember where the row stands; see the protocol."""
+        """Store each row's last token and length; see the protocol."""
         last = accepted.lengths[:, None] - 1
         state.root.copy_(accepted.next_tokens.gather(1, last)[:, 0])
         state.length.copy_(accepted.positions.gather(1, last)[:, 0] + 2)
         return state
 
     def _draws(self, keys: Tensor, state: State, count: int) -> Tensor:
-        """Random numbers [B, count] int64 below 2**32, by the row and how far it has come."""
+        """Random numbers [B, count] int64 below 2**32, keyed by the row and its length."""
         columns = torch.arange(count, device=keys.device)
         return noise_bits(keys, state.length[:, None], columns)[:, 0].to(torch.int64) & 0xFFFFFFFF
 

@@ -1,7 +1,7 @@
 """The findings of an audit: in memory, and as audit.json.
 
-The file is checked when it is written and when it is read: an audit whose counts do not add up, or
-whose verdict contradicts its rows, is refused.
+The file is checked on writing and on reading: an audit whose counts do not add up, or whose verdict
+contradicts its rows, is refused.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class DistributionRow(Part):
 
 
 class Skipped(Part):
-    """A combination that a drafter or a rule does not offer."""
+    """A combination that a drafter or a rule does not support."""
 
     drafter: str
     shape: str
@@ -125,7 +125,7 @@ class AuditedTarget(Part):
 
 
 class FlipRow(Part):
-    """How often a number format decided otherwise, and how close to the measured gap."""
+    """How often a number format changed a decision, and how the margins compare with the gap."""
 
     precision: str
     tokens: int
@@ -151,7 +151,7 @@ class FlipRow(Part):
 
     @property
     def alone_per_thousand(self) -> float | None:
-        """Flips of the target alone per thousand tokens; None where none were counted."""
+        """Flips of the target alone per thousand tokens; None if none were counted."""
         return 1000 * self.alone_flips / self.alone_tokens if self.alone_tokens else None
 
     @classmethod
@@ -229,7 +229,7 @@ def _judge(comparisons: list[AuditRow], distributions: list[DistributionRow]) ->
 
 @dataclass
 class Findings:
-    """The results of an audit that is running."""
+    """The results of a running audit."""
 
     rows: list[AuditRow] = field(default_factory=list)
     distributions: list[DistributionRow] = field(default_factory=list)
@@ -245,7 +245,7 @@ class Findings:
         return [row for row in every if not row.passed]
 
     def skip(self, drafter: str, shape: str, error: UserError) -> None:
-        """Note a combination once, not per precision and batch."""
+        """Record a skipped combination once, not per precision and batch."""
         found = Skipped(drafter=drafter, shape=shape, reason=str(error))
         if found not in self.skipped:
             self.skipped.append(found)
@@ -277,5 +277,5 @@ def write(audit: Audit, folder: Path) -> Path:
 
 
 def read(path: Path) -> Audit:
-    """Read an audit.json, or the one in a folder; raises `UserError` where that fails."""
+    """Read an audit.json, or the one in a folder; raises `UserError` if that fails."""
     return read_block(Audit, path, AUDIT_FILE)

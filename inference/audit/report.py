@@ -1,7 +1,6 @@
 """Tables of an audit for the terminal and for audit.md.
 
-Rows are grouped: the page has a line per number format and drafter, audit.json has every
-comparison.
+The tables group comparisons by number format and drafter; audit.json has every comparison.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def histogram_rows(audit: Audit) -> Lines:
 
 
 def failures(audit: Audit) -> list[str]:
-    """A line for each of the first comparisons that failed, with the position where it did."""
+    """A line for each of the first failed comparisons, with the position of the failure."""
     lines = []
     for row in audit.comparisons:
         if row.passed:

@@ -21,7 +21,8 @@ from inference.target.model import TargetModel
 Text = tuple[int, ...]
 
 FEWEST_EXPECTED = 5.0
-"""Texts expected less often are pooled: chi-square is an approximation for larger counts."""
+"""Texts with fewer expected samples are pooled: chi-square is an approximation for larger
+counts."""
 
 
 @torch.no_grad()
@@ -30,9 +31,9 @@ def exact_distribution(
 ) -> dict[Text, float]:
     """Probability of every answer of at most `length` tokens, by enumeration.
 
-    Every text is read in one causal pass from its beginning: no cache, no verification, no
-    drafting. Only for filters that leave few tokens (top-k): the number of answers grows with the
-    power of `length`.
+    Every text is read in one causal pass from its beginning, without cache, verification or
+    drafting. Use it only with filters that leave few tokens (top-k), as the number of answers grows
+    exponentially with `length`.
     """
     found: dict[Text, float] = {}
     open_texts: dict[Text, float] = {(): 1.0}
@@ -59,7 +60,7 @@ def exact_distribution(
 
 
 def entropy(distribution: dict[Text, float]) -> float:
-    """In nats."""
+    """The entropy in nats."""
     return -sum(share * math.log(share) for share in distribution.values() if share > 0)
 
 
@@ -75,7 +76,8 @@ class ChiSquare:
 
 
 def chi_square(samples: Iterable[Text], distribution: dict[Text, float]) -> ChiSquare:
-    """Do the samples follow the distribution? p_value is 0 if one of them has no probability."""
+    """Test whether the samples follow the distribution. p_value is 0 if one of them has probability
+    0."""
     counts = Counter(samples)
     total = sum(counts.values())
     impossible = sum(count for text, count in counts.items() if distribution.get(text, 0.0) == 0.0)
@@ -87,7 +89,7 @@ def chi_square(samples: Iterable[Text], distribution: dict[Text, float]) -> ChiS
         else:
             rare_seen, rare_expected = rare_seen + counts[text], rare_expected + share * total
     pairs.sort(key=lambda pair: pair[1])
-    # too few for a class of their own: join the smallest
+    # too few for a separate class: join the smallest
     if pairs and rare_expected < FEWEST_EXPECTED:
         rare_seen, rare_expected = rare_seen + pairs[0][0], rare_expected + pairs.pop(0)[1]
     pairs.append((rare_seen, rare_expected))

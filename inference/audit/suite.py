@@ -3,17 +3,17 @@
 Three checks, each on prompts of the user's own target:
 
 - invariance: at temperature 0 and above, chain and tree, one row and a ragged batch, real drafters,
-  scripted ones (`inference.audit.drafters`) and none at all must give the tokens of plain decoding
-  with the same seed. In float64 every token must be equal; in other formats near ties are allowed,
-  which `inference.audit.comparison` distinguishes from mismatches and counts. Plain decoding
-  launches every step. What was decoded by captured and replayed steps is decoded once more by
-  launched ones, which must give every token again, in every format: they are the same passes.
-- processors: the same for repetition penalty, bias, bad words, filters and temperature, alone and
-  together.
+  scripted ones (`inference.audit.drafters`) and no drafter must give the tokens of plain decoding
+  with the same seed. In float64 every token must be equal. In other formats near ties are allowed;
+  `inference.audit.comparison` distinguishes them from mismatches and counts them. Plain decoding
+  launches every step. If steps were captured and replayed, the answers are decoded again with
+  launched steps, which must give every token again, in every format, as the passes are the same.
+- processors: the same for repetition penalty, bias, bad words, filters and temperature, separately
+  and together.
 - distribution: many seeds of one prompt against the exact probabilities of all its short answers
   (chi-square), for every lossless rule.
 
-`inference.audit.findings` writes the results and `inference.audit.report` shows them.
+`inference.audit.findings` writes the results, and `inference.audit.report` shows them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from inference.target.model import TargetModel
 
 NO_DRAFTER = "none"
 PROMPT_TAIL = 8
-"""Tokens of a prompt that the distribution check keeps: thousands of answers are decoded."""
+"""Tokens of a prompt that the distribution check keeps, as it decodes thousands of answers."""
 DISTRIBUTION_LENGTH = 3
 DISTRIBUTION_ROWS = 64
 Changes = dict[str, Any]
@@ -60,7 +60,7 @@ UNPROCESSED: Changes = {
     "logit_bias": (),
     "bad_words": (),
 }
-"""Where cases of the processors check and the distribution start."""
+"""The settings that cases of the processors check and the distribution check start from."""
 MOST_DIVERGENCES = 3
 """Divergences kept per case; all are counted."""
 Answers = list[list[int]]
@@ -68,7 +68,7 @@ Answers = list[list[int]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A real drafter: how to build it for a target, and the draft that it was made for."""
+    """A real drafter: how to load it for a target, and the draft that it was made for."""
 
     name: str
     load: Callable[[TargetModel], Any]
@@ -85,9 +85,9 @@ def run_audit(
 ) -> Findings:
     """Run the checks of `config`.
 
-    decode: the user's sampling settings, depth and seed. load_target: a precision's name -> the
-    target in it; one is in memory at a time. say: receives progress messages. Raises `UserError`
-    when no prompt fits, or when nothing at all could be compared.
+    decode: the user's sampling settings, depth and seed. load_target: loads the target in a
+    precision, given its name; one target is in memory at a time. say: receives progress messages.
+    Raises `UserError` if no prompt fits, or if nothing could be compared.
     """
     findings = Findings()
     sampled_in = "float32" if "float32" in config.precisions else config.precisions[0]
@@ -109,7 +109,7 @@ def run_audit(
             part.distribution()
         findings.flips.append(FlipRow.of(precision, part.tokens, part.flips, part.alone))
         del part, target
-        gc.collect()  # hooks tie a target to itself; the next precision needs the room
+        gc.collect()  # hooks create reference cycles; the next precision needs the memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if not findings.rows and not findings.distributions:
@@ -161,7 +161,7 @@ class _Precision:
                     self.compare(one, plain, known)
 
     def processors(self) -> None:
-        """Every processor and filter alone, and all together."""
+        """Every processor and filter separately, and all together."""
         unprocessed: dict[float, Answers] = {}  # by temperature
         for temperature in (0.0, 1.0):
             decode = self.settings({**UNPROCESSED, "temperature": temperature})
@@ -174,7 +174,7 @@ class _Precision:
             known: Known = {}
             for arm in self.arms(decode, plain):
                 if isinstance(arm.drafter, ScriptedDrafter) and arm.name != KNOWS:
-                    continue  # what is never accepted has little to show here
+                    continue  # drafts that are never accepted test little here
                 batched = replace(arm.decode, batch_size=self.config.batch_size)
                 arm = replace(arm, decode=batched)
                 self.compare(arm, plain, known, name, changed)
@@ -212,9 +212,10 @@ class _Precision:
         return replace(plain, **changes)
 
     def with_shape(self, decode: DecodeConfig, shape: Shape, own: DecodeConfig) -> DecodeConfig:
-        """`decode` with a draft of that shape, as deep as the drafter's `own`, or its own tree."""
+        """`decode` with a draft of this shape, with the depth or the tree of the drafter's `own`
+        settings."""
         choices = (own.choices or self.config.choices) if shape == "tree" else ()
-        # what a tree of that depth that chooses its nodes can hold
+        # most nodes of a dynamic tree of this depth
         most = 1 + own.width + (own.depth - 1) * own.width**2
         if shape == "dartree":
             room = DartreeShape(2, own.depth, own.width, own.candidates)
@@ -235,15 +236,15 @@ class _Precision:
             yield replace(arm, decode=self.with_shape(decode, shape, arm.decode))
 
     def plain(self, decode: DecodeConfig) -> Answers:
-        """What everything is compared with: plain decoding, every step of it launched."""
+        """The baseline of all comparisons: plain decoding with launched steps."""
         return decode_all(self.target, None, launched(decode), self.requests).answers
 
     def compare(
         self, arm: Arm, plain: Answers, known: Known, setting: str = "", changed: int = 0
     ) -> bool:
-        """Decode, compare with the plain answers, and add the result to the findings; returns
-        whether steps were captured. setting: of the processors check; changed: answers that it
-        changes."""
+        """Decode, compare with the plain answers, and add the result to the findings. Returns
+        whether steps were captured. setting: of the processors check; changed: answers that the
+        setting changes."""
         check = "processors" if setting else "invariance"
         decode = arm.decode
         self.say(
@@ -291,8 +292,8 @@ class _Precision:
         return found.captured
 
     def decode_twice(self, arm: Arm) -> tuple[Decoded, Answers]:
-        """What an arm decodes, and its answers by launched steps alone: the same ones where no step
-        was captured. The drafter remembers nothing from before."""
+        """What an arm decodes, and its answers with launched steps only; if no step was captured,
+        these are the same answers. The drafter forgets earlier answers before each."""
         forget(arm.drafter)
         found = decode_all(self.target, arm.drafter, arm.decode, self.requests)
         if not found.captured:
@@ -333,13 +334,13 @@ class _Precision:
 def choose_requests(
     config: AuditConfig, decode: DecodeConfig, target: TargetModel, prompts: Sequence[Prompt]
 ) -> list[Request]:
-    """Requests for prompts of all domains; raises `UserError` when none fits."""
+    """Requests for prompts of all domains; raises `UserError` if none fits."""
     domains = len({prompt.domain for prompt in prompts})
     chosen = select_prompts(prompts, -(-config.prompts // domains), decode.seed)[: config.prompts]
     limit = target.info.max_position_embeddings
     longest = replace(decode, max_new_tokens=config.max_new_tokens)
     requests = to_requests(chosen, target.tokenizer, longest, capacity=limit, overlong="skip")
-    # scripted drafters know a row by its prompt
+    # scripted drafters identify a row by its prompt
     distinct = {request.tokens: request for request in requests}
     if not distinct:
         raise UserError(
@@ -350,8 +351,8 @@ def choose_requests(
 
 
 class Decoded(NamedTuple):
-    """What was decoded: the answers in the order of the requests, the tokens committed per
-    verification, and whether steps were captured."""
+    """Decoded answers in the order of the requests, the tokens committed per verification, and
+    whether steps were captured."""
 
     answers: Answers
     per_pass: float
@@ -359,7 +360,7 @@ class Decoded(NamedTuple):
 
 
 def launched(decode: DecodeConfig) -> DecodeConfig:
-    """The same, every step launched operation by operation."""
+    """The same settings, with every step launched operation by operation."""
     return replace(decode, graph="off")
 
 
@@ -384,9 +385,9 @@ def likeliest(prompt: Text, exact: Mapping[Text, float]) -> dict[Text, list[int]
 def processor_cases(
     unprocessed: Mapping[float, Answers], ends: Sequence[int]
 ) -> dict[str, Changes]:
-    """Settings by name. Biases and bad words are taken from the answers that they shall change.
+    """Settings by name. Biases and bad words are taken from the answers that they must change.
 
-    unprocessed: answers at temperatures 0 and 1. ends: end-of-text tokens, which are left alone.
+    unprocessed: answers at temperatures 0 and 1. ends: end-of-text tokens, which are not used.
     """
     greedy, sampled = (_text_cases(unprocessed[temperature], ends) for temperature in (0.0, 1.0))
     filters: dict[str, Changes] = {
@@ -402,7 +403,8 @@ def processor_cases(
 
 
 def _text_cases(answers: Answers, ends: Sequence[int]) -> dict[str, Changes]:
-    """The processors that look at tokens, aimed at the commonest ones and pairs of the answers."""
+    """Settings of the processors that act on tokens, for the most common tokens and pairs of the
+    answers."""
     tokens = Counter(token for answer in answers for token in answer if token not in ends)
     pairs = Counter(pair for answer in answers for pair in pairwise(answer) if pair[1] not in ends)
     common = [token for token, _ in tokens.most_common(3)] or [0]

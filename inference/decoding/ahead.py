@@ -1,21 +1,21 @@
 """Drafting while the target verifies (`decode.ahead`).
 
-While a draft is verified, the drafter takes an outcome for granted: everything it drafted is kept,
-and the token behind it is the drafter's own next choice. From there it drafts on, in a thread of
-its own (with threads of its own on a CPU, a stream of its own on CUDA). Where the verification ends
-as assumed, the next draft is there already; else the drafter's state is put back and it drafts as
-always. The idea is that of PEARL (2408.11850), AMUSD (2410.17375) and speculative speculative
-decoding (2603.03251), the latter with one assumed outcome instead of many.
+While a draft is verified, the drafter assumes an outcome: the whole draft is accepted, and the
+bonus is the drafter's own next choice. It drafts from this outcome in a separate thread (with
+separate CPU threads on a CPU, a separate stream on CUDA). If the verification ends as assumed, the
+next draft is ready; otherwise the drafter's state is restored and it drafts as usual. The idea is
+that of PEARL (2408.11850), AMUSD (2410.17375) and speculative speculative decoding (2603.03251);
+the last assumes many outcomes, this module assumes one.
 
-What is assumed is committed to the drafter with the operations, shapes and noise of a real commit.
-A draft that is kept is therefore the one that would have been made afterwards, bit for bit, and
-what is verified does not depend on whether it was made ahead. So every rule keeps its promise, and
-`decode.ahead` changes when drafts are made and nothing else.
+The assumed outcome is committed to the drafter with the operations, shapes and noise of a real
+commit. A kept draft is therefore bit for bit the one that would have been made afterwards, and the
+verified draft does not depend on whether it was made ahead. So every acceptance rule keeps its
+guarantee: `decode.ahead` changes only when drafts are made.
 
-The guess of the bonus is the last token of a chain that is one longer than the one that is
-verified: drafting behind an outcome that was not foreseen takes one step more. Under rules that
-weigh drafts it is drawn with the noise that the rule will draw the bonus with, and for nothing else
-than being compared with it.
+The guess of the bonus is the last token of a chain that is one longer than the verified one, so a
+draft after an outcome that was not assumed takes one more step. Under rules that weigh drafts, the
+guess is drawn with the noise that the rule will use for the bonus, and is only compared with the
+bonus.
 
 Legend: B rows, D drafted tokens that are verified, V' the drafted part of the vocabulary.
 """
@@ -43,7 +43,7 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def require_ahead(drafter: Drafter) -> None:
-    """Raise `UserError` for a drafter that cannot draft before the target has read its draft."""
+    """Raise `UserError` for a drafter that cannot draft before its last draft is verified."""
     needs = drafter.needs
     if needs.drafts_from_states:
         what = "drafts from the target's inner states at the newest tokens"
@@ -61,18 +61,18 @@ def require_ahead(drafter: Drafter) -> None:
 
 
 def wanted_room(chain: TokenTree, capacity: int) -> tuple[TokenTree, int]:
-    """What a drafter is started with to draft ahead of `chain` in rows of `capacity` positions: the
-    chain with the guess, and room for an assumed run."""
+    """The chain and capacity to start a drafter with, so that it can draft ahead of `chain` in rows
+    of `capacity` positions: the chain with the guess, and room for an assumed run."""
     longer = TokenTree.chain(chain.max_depth + 1, chain.parents.device)
     return longer, capacity + longer.num_nodes
 
 
 @dataclass
 class Foreseen:
-    """What is drafted behind an assumed outcome.
+    """An assumed outcome to draft from.
 
-    run: the states that the drafter is to receive if it comes true; active [B] bool: the rows for
-    which it must; noise: the noise of the next draft.
+    run: the states that the drafter receives if the assumption holds; active [B] bool: the rows for
+    which it must hold; noise: the noise of the next draft.
     """
 
     run: TargetStates
@@ -80,7 +80,7 @@ class Foreseen:
     noise: SharedNoise
 
     def is_true(self, accepted: TargetStates) -> bool:
-        """Whether a verification ended so. Waits for it."""
+        """Whether a verification ended as assumed. Waits for its result."""
         run, valid = self.run, self.run.valid
         same = (accepted.next_tokens == run.next_tokens) | ~valid
         alike = same.all(1) & (accepted.valid == valid).all(1)
@@ -89,19 +89,20 @@ class Foreseen:
 
 @dataclass
 class _Job:
-    """A draft under way: the assumption, and what the worker gives: the state before it, the draft,
-    its seconds."""
+    """A draft under way: the assumption, and the worker's result, which is the state before it, the
+    draft and its seconds."""
 
     foreseen: Foreseen
     future: Future[tuple[Snapshot, Proposal, float]]
 
 
 class AheadDrafter:
-    """`drafter`, drafting ahead; a `Drafter` itself, for one batch (`Lanes`) at a time.
+    """A `Drafter` that lets `drafter` draft ahead, for one batch (`Lanes`) at a time.
 
     chain: the chain that is verified, on `device`, the target's; threads: CPU threads of the
-    drafter while it drafts ahead. A step calls `propose`, `begin` with what `guess` made it assume,
-    and `commit`. `drop` stops what is under way: batches call it when rows change hands.
+    drafter while it drafts ahead. A step calls `propose`, then `begin` with the outcome that it
+    derives from `guess`, then `commit`. `drop` discards the draft under way; a batch calls it when
+    its rows change hands.
     """
 
     capturable = False
@@ -136,14 +137,14 @@ class AheadDrafter:
     # The Drafter protocol
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill, with room for what is drafted ahead; see the protocol."""
+        """State after prefill, with room for drafting ahead; see the protocol."""
         self.drop()
         if self._started is None or self._started[1] != capacity:
             self._started = wanted_room(self.chain, capacity), capacity
         return self.drafter.start(seen, *self._started[0])
 
     def propose(self, state: Any, noise: SharedNoise) -> Proposal:
-        """The draft that was made ahead, if it came true; else a new one."""
+        """The draft that was made ahead, if its assumption held; otherwise a new one."""
         kept, self._kept = self._kept, None
         tally = self.clock.ahead
         tally.drafts += 1
@@ -156,8 +157,8 @@ class AheadDrafter:
         return self._cut(self._proposed)
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
-        """Keep what was drafted ahead where its assumption came true; else put the state back and
-        commit what was accepted."""
+        """Keep the draft made ahead if its assumption held; otherwise restore the state and commit
+        what was accepted."""
         job, self._job = self._job, None
         if job is None:
             return self.drafter.commit(state, accepted)
@@ -171,7 +172,7 @@ class AheadDrafter:
         return self.drafter.commit(state, accepted)
 
     def forget(self) -> None:
-        """Let the drafter forget other answers, if it keeps any."""
+        """Make the drafter forget other answers, if it keeps any."""
         self.drop()
         forget(self.drafter)
 
@@ -179,25 +180,25 @@ class AheadDrafter:
 
     @property
     def guess(self) -> tuple[Tensor, Tensor]:
-        """What the drafter takes the verification under way to commit: tokens [B, D+1] int64, of
-        which the first `length` [B] int64 count, the bonus last."""
+        """What the drafter assumes that the verification under way commits: tokens [B, D+1] int64,
+        of which the first `length` [B] int64 count, the bonus last."""
         assert self._proposed is not None, "nothing was proposed"
         return self._proposed.tokens[:, 1:], self._assumed(self._proposed) + 1
 
     def begin(
         self, state: Any, run: TargetStates, active: Tensor, roots: Tensor, noise: SharedNoise
     ) -> None:
-        """Draft behind the assumed `run`, while the caller verifies.
+        """Draft from the assumed `run` while the caller verifies.
 
-        roots [B] int64: the positions of the roots that it leads to; active [B] bool: the rows that
-        are decoded. `state` is the worker's until `commit` or `drop`.
+        roots [B] int64: the positions of the roots after `run`; active [B] bool: the rows that are
+        decoded. The worker owns `state` until `commit` or `drop`.
         """
         foreseen = Foreseen(run, active, self._keyed(noise, roots))
         work = self._on_own_stream(lambda: self._draft(state, foreseen))
         self._job = _Job(foreseen, self._worker.submit(work))
 
     def drop(self) -> None:
-        """Forget what was drafted ahead; what is under way is waited for and undone."""
+        """Discard the draft made ahead. If one is under way, wait for it and undo it."""
         self._kept = None
         job, self._job = self._job, None
         if job is not None and job.future.exception() is None:
@@ -205,7 +206,7 @@ class AheadDrafter:
 
     @torch.no_grad()
     def _draft(self, state: Any, foreseen: Foreseen) -> tuple[Snapshot, Proposal, float]:
-        """Commit the assumption and draft behind it. Runs in the worker."""
+        """Commit the assumed run and draft from it. Runs in the worker."""
         began = time.perf_counter()
         before = Snapshot(state, shared=True)
         after = self.drafter.commit(state, foreseen.run)
@@ -214,7 +215,7 @@ class AheadDrafter:
         return before, proposal, time.perf_counter() - began
 
     def _propose(self, state: Any, noise: SharedNoise) -> Proposal:
-        """A draft with the guess behind it."""
+        """A draft with the guess appended."""
         longer = self.drafter.propose(state, noise)
         assert longer.tree.is_chain, "a drafter that is given a chain drafts one"
         if longer.logits is None or noise.drafts is not Stream.DRAFT:
@@ -235,7 +236,8 @@ class AheadDrafter:
         return whole if longer.limit is None else torch.minimum(longer.limit, whole)
 
     def _on_own_stream(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """`work` behind what the caller has launched on CUDA devices, done when it returns."""
+        """`work` on separate CUDA streams: it starts after what the caller has launched, and is
+        complete when it returns."""
         devices = {self.device, getattr(self.drafter, "device", self.device)}
         used = [device for device in devices if device.type == "cuda"]
         if not used:
@@ -266,7 +268,7 @@ class AheadDrafter:
         return keyed
 
     def _cut(self, longer: Proposal) -> Proposal:
-        """A draft without the guess behind it."""
+        """A draft without the guess."""
         nodes, limit = self.chain.num_nodes, longer.limit
         return replace(
             longer,
@@ -279,7 +281,7 @@ class AheadDrafter:
 
 
 def _use_threads(count: int) -> None:
-    """Give the calling thread `count` CPU threads. A thread takes over the process's number where
-    it first asks for it, which must not come later."""
+    """Give the calling thread `count` CPU threads. A thread takes over the process's number when it
+    first asks for it, so it asks before the number is set."""
     torch.get_num_threads()
     torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""One drafter with the draft that it decodes with: what measurements and tuning compare."""
+"""An arm: a drafter with the draft that it decodes with. Measurements and tuning compare arms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Arm:
         return checkpoint_hash(self.path)
 
     def digest(self) -> str:
-        """Hash of the drafter's weights as they are in memory; empty for a kind without weights."""
+        """Hash of the drafter's weights in memory; empty for a kind without weights."""
         if not isinstance(self.drafter, TrainableDrafter):
             return ""
         digest = hashlib.sha256()

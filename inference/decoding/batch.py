@@ -1,8 +1,8 @@
-"""One run over a list of requests: who sits in which row, who waits, what has come out.
+"""One run over a list of requests: their rows, the waiting requests, and the results.
 
-The host may be some steps behind the device (`DecodeConfig.lag`). A row that ends commits nothing
-from then on, so the host learns of it late but never wrongly; the row is refilled when the host
-knows.
+The host may be some steps behind the device (`DecodeConfig.lag`). A row that has ended commits
+nothing more, so the host's knowledge is late but never wrong. The row is refilled when the host
+has read that it ended.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class BatchRun:
         lag: int,
         narrow: bool = False,
     ) -> None:
-        """narrow: compute the rows in use alone, and keep them together (seldom full batches)."""
+        """narrow: compute only the rows in use, and keep them together (batches seldom full)."""
         self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
         self.end_ids = set(lanes.target.eos_token_ids)
-        self.version = lanes.target.version  # of the weights that all caches are of
+        self.version = lanes.target.version  # of the weights that filled all caches
         self.running: list[Completion | None] = [None] * lanes.count
         self.waiting = deque(requests)
         # steps whose results are unread, with the requests that their rows held then
@@ -60,11 +60,11 @@ class BatchRun:
     # Cancellation
 
     def cancel(self, index: int) -> None:
-        """Stop the request of that index at the next step; it ends with finish "cancelled"."""
+        """Stop the request with this index at the next step; it ends with finish "cancelled"."""
         self.cancelled.add(index)
 
     def drop_cancelled(self) -> list[Completion]:
-        """Take cancelled requests out of rows and queue; returns their completions."""
+        """Remove cancelled requests from rows and queue; returns their completions."""
         if not self.cancelled:
             return []
         dropped = []
@@ -83,7 +83,8 @@ class BatchRun:
     # One verification of all rows
 
     def step(self) -> list[Completion]:
-        """Launch a step if needed, read the oldest result that is due; returns what ended."""
+        """Launch a step if needed and read the oldest result that is due; returns the completions
+        that ended."""
         if self._needs_another():
             self.launched.append((self._launch(), list(self.running)))
             if len(self.launched) <= self._lag:
@@ -92,33 +93,33 @@ class BatchRun:
 
     @property
     def _lag(self) -> int:
-        """Steps that may be unread: none where a row's grammar has to know what was committed."""
+        """Steps that may be unread: none if a row's grammar must know what was committed."""
         return 0 if self.lanes.grammars.active else self.lag
 
     def drain(self) -> list[Completion]:
-        """Read the results of all steps under way; returns what ended."""
+        """Read the results of all steps under way; returns the completions that ended."""
         finished = []
         while self.launched:
             finished += self._read(*self.launched.popleft())
         return finished
 
     def abandon(self) -> None:
-        """Decode no further; results under way are not read."""
+        """Stop decoding; results under way are not read."""
         self.launched.clear()
         self.lanes.runner.decoder.clock.abandon()
         self.lanes.stop()
 
     def _needs_another(self) -> bool:
-        """False when the steps under way exhaust every row's budget even at one token each."""
+        """False if the steps under way exhaust every row's budget even at one token each."""
         running, ahead = [item for item in self.running if item is not None], len(self.launched)
         return any(one.request.max_new_tokens - len(one.tokens) > ahead for one in running)
 
     def _launch(self) -> Pending:
-        """Launch a step; with results on their way, the longest row is only bounded."""
+        """Launch a step. While results are unread, the longest row's length is an upper bound."""
         self.lanes.grammars.force()
         running = [item for item in self.running if item is not None]
         self.lanes.wishes.logprobs = _asks_logprobs(running)
-        # of the tokens that the host knows of: at most too often
+        # from the tokens that the host has read: true too often at worst
         early = [len(item.tokens) < item.request.min_tokens for item in running]
         self.lanes.wishes.ends = bool(self.end_ids) and any(early)
         known = max(len(item.request.tokens) + len(item.tokens) - 1 for item in running)
@@ -130,7 +131,7 @@ class BatchRun:
         return self.lanes.step_rows(used, longest, exact=not self.launched)
 
     def close_ranks(self) -> None:
-        """Move sequences into free rows before them: a step then has as many rows."""
+        """Move sequences into free rows before them, so that a step has only as many rows."""
         while True:
             used = [row for row, item in enumerate(self.running) if item is not None]
             free = self.running.index(None) if None in self.running else len(self.running)
@@ -140,7 +141,7 @@ class BatchRun:
             self.running[free], self.running[used[-1]] = self.running[used[-1]], None
 
     def _read(self, pending: Pending, sat: list[Completion | None]) -> list[Completion]:
-        """Bring a step's outcome to the host and book it."""
+        """Bring a step's outcome to the host and record it."""
         finished = []
         outcome = pending.read()
         wide = columns(self.lanes.target.info.vocab_size) if _asks_logprobs(sat) else 0
@@ -173,7 +174,7 @@ class BatchRun:
         self, row: int, completion: Completion, tokens: list[int], record: PassRecord | None
     ) -> None:
         completion.tokens += tokens
-        # nothing is unread where a row has a grammar: it still sits in this one
+        # nothing is unread if a row has a grammar, so the request still has this row
         self.lanes.grammars.accept(row, tokens)
         if self.on_tokens is not None:
             self.on_tokens(completion.request, tokens, record)
@@ -181,7 +182,7 @@ class BatchRun:
     def _finish(self, completion: Completion) -> Completion:
         stopped = self._is_end(completion.request, completion.tokens[-1])
         completion.finish = "stop" if stopped else "length"
-        # looked for, as it may sit elsewhere than when the step was launched
+        # search for it, as it may have moved since the step was launched
         for row, item in enumerate(self.running):
             if item is completion:
                 self._leave(row)
@@ -197,7 +198,8 @@ class BatchRun:
     # Prefill of free rows
 
     def refill(self) -> list[Completion]:
-        """Prefill waiting prompts into free rows; returns those that their first token ends."""
+        """Prefill waiting prompts into free rows; returns the completions that end with their first
+        token."""
         free = [row for row, item in enumerate(self.running) if item is None][: len(self.waiting)]
         requests = [self.waiting.popleft() for _ in free]
         prompts = [torch.tensor(request.tokens) for request in requests]
@@ -244,7 +246,7 @@ class BatchRun:
         return finished
 
     def _assign(self, index: torch.Tensor, requests: list[Request]) -> list[int] | list[None]:
-        """Which of a pair of drafters drafts for requests that got the rows `index` [R]."""
+        """Which of a pair of drafters drafts for the requests in the rows `index` [R]."""
         pair = self.lanes.drafter
         if not isinstance(pair, DrafterPair):
             return [None] * len(requests)
@@ -258,9 +260,9 @@ class BatchRun:
     def change_drafter(
         self, drafter: Any, state: Any, lost: Callable[[int | None], bool] = lambda arm: False
     ) -> None:
-        """Go on with another drafter. state: of all rows, None: a fresh one; lost: whether the
-        state of a row, by its `Completion.arm`, is not in there and has to be made anew. Nothing
-        may be unread (`drain`)."""
+        """Continue with another drafter. state: of all rows; None: a fresh one. lost: whether the
+        state of a row, by its `Completion.arm`, is missing from `state` and must be rebuilt.
+        Nothing may be unread (`drain`)."""
         assert not self.launched, "steps are under way"
         texts, seated = {}, [(row, one) for row, one in enumerate(self.running) if one is not None]
         for row, one in seated:
@@ -279,7 +281,7 @@ def _asks_logprobs(some: Sequence[Completion | None]) -> bool:
 def _keep_logprobs(
     target: TargetModel, requests: list[Request], logits: Tensor, seen: Seen, first: Tensor
 ) -> None:
-    """Give requests the log-probabilities of their prompts and first tokens: logits [R, V] behind
+    """Give requests the log-probabilities of their prompts and first tokens: logits [R, V] after
     the prompts, first [R]."""
     numbers, tokens = token_logprobs(logits[:, None], first[:, None]).tolist(), first.tolist()
     for row, request in enumerate(requests):

@@ -1,9 +1,9 @@
-"""The buffers of a batch and what runs its steps: built once for a number of rows and a capacity,
-used for every prompt after that.
+"""The buffers of a batch and the runner of its steps. They are built once for a number of rows and
+a capacity, and serve all prompts after that.
 
 A lane is one row: its part of the target's cache, of the drafter's state, and its counters. Prompts
-come and go; the buffers stay where they are, so that a step captured as a graph can be replayed for
-all of them.
+come and go; the buffers keep their addresses, so that a step captured as a graph can be replayed
+for all prompts.
 
 Legend: B rows, S slots.
 """
@@ -44,10 +44,10 @@ from inference.target.taps import Seen
 
 
 class Lanes:
-    """B rows of `capacity` slots with everything that lives in them; see the module.
+    """B rows of `capacity` slots with all their buffers; see the module.
 
-    own_settings: rows bring sampling settings of their own
-    (`inference.decoding.sampling.row_settings`). details: passes say what was drafted
+    own_settings: every row has separate sampling settings
+    (`inference.decoding.sampling.row_settings`). details: passes report what was drafted
     (`inference.decoding.pass_details`).
     """
 
@@ -85,7 +85,7 @@ class Lanes:
         self._work_with(drafter)
 
     def _work_with(self, drafter: Any) -> None:
-        """Set up what runs the steps of `drafter`; its state is not touched."""
+        """Set up the runner of the steps of `drafter`; its state is not touched."""
         target, decode, tree, needs = self.target, self.decode, self.tree, FeatureSpec()
         if drafter is not None and decode.ahead:
             assert isinstance(tree, TokenTree)
@@ -112,7 +112,7 @@ class Lanes:
         return self.rows.lengths.shape[0]
 
     def noise(self, seeds: Tensor, roots: Tensor, own: RowSettings | None = None) -> SharedNoise:
-        """The noise of sequences: `seeds`, `roots` (positions) [B], and their own settings."""
+        """The noise of sequences: `seeds`, `roots` (positions) [B], and the rows' settings."""
         vocab, rule = self.target.info.vocab_size, self.rule
         given = (seeds, vocab, rule.drafts, rule.keeps_logits, roots, rule.separate)
         noise = SharedNoise(self.settings, *given) if own is None else RowNoise(own, *given)
@@ -120,9 +120,9 @@ class Lanes:
         return noise
 
     def step_rows(self, running: Sequence[int], longest: int, exact: bool) -> Pending:
-        """`step` for a batch that is seldom full: of all rows only those up to the last of
-        `running` are computed. On CUDA their number is rounded up to a power of two, so that few
-        graphs are captured."""
+        """`step` for a batch that is seldom full: it computes only the rows up to the last of
+        `running`. On CUDA their number is rounded up to a power of two, so that few graphs are
+        captured."""
         width = max(running) + 1
         if self.runner.compiled is not None:
             width = self.count  # every width would be compiled
@@ -148,7 +148,7 @@ class Lanes:
             self._arranged = (id(own), *running)
 
     def _narrowed(self, width: int) -> _Narrow:
-        """The first `width` rows as a batch of their own in the same buffers."""
+        """The first `width` rows as a separate batch in the same buffers."""
         rows, cache = self.rows.first(width), self.cache.first_rows(width)
         own = None if self.own is None else self.own.first(width)
         noise = self.noise(rows.seeds, rows.lengths, own)
@@ -170,9 +170,9 @@ class Lanes:
             self._arranged = None
 
     def step(self, longest: int, exact: bool) -> Pending:
-        """Launch one verification of all rows; the host reads what came out when it wants to.
+        """Launch one verification of all rows; the host can read the result at any later time.
 
-        longest: the longest row's committed tokens; or, if not `exact`, an upper bound of it.
+        longest: the longest row's committed tokens or, if not `exact`, an upper bound.
         """
         length = None if self.lengths is None else self.lengths.next()
         pending, self.state = self.runner.step(self.state, longest, exact, length)
@@ -181,10 +181,10 @@ class Lanes:
     # Another drafter
 
     def change_drafter(self, drafter: Any, state: Any, texts: Mapping[int, Sequence[int]]) -> None:
-        """Go on with another drafter, between two steps of which nothing is unread.
+        """Continue with another drafter, between two steps with nothing unread.
 
         state: of all rows, or None for a fresh one; texts: row -> its prompt and answer so far, for
-        rows whose state is to be made anew.
+        rows whose state must be rebuilt.
         """
         self._drop_ahead()
         self._work_with(drafter)
@@ -193,16 +193,16 @@ class Lanes:
             self._rebuild(row, text)
 
     def blank_state(self, drafter: Any) -> Any:
-        """A state of all rows before there is any text."""
+        """A state of all rows without any text."""
         info, like = self.target.info, self.target.weights.embedding
         seen = blank_states(drafter, self.count, info, like)
         with drafter_kernel():
             return drafter.start(seen, self.tree, self.capacity)
 
     def _rebuild(self, row: int, text: Sequence[int]) -> None:
-        """Make a row's drafter state anew from its text, the root last. The target reads the text
-        once more, in chunks and beside its cache, which stays as it is; where the drafter needs no
-        features it reads nothing."""
+        """Rebuild a row's drafter state from its text, the root last. If the drafter needs
+        features, the target reads the text again, in chunks and with a separate cache; the batch's
+        cache does not change."""
         device = self.target.device
         tokens = torch.tensor(text[:-1], device=device)[None]
         index, root = torch.tensor([row], device=device), torch.tensor(text[-1:], device=device)
@@ -222,13 +222,13 @@ class Lanes:
                 self.grammars.put(row, Grammars.of(self.target).matcher(request.constraint))
 
     def stop(self) -> None:
-        """Deactivate every row: what an abandoned run left is not decoded further."""
+        """Deactivate every row, so that the rest of an abandoned run is not decoded."""
         self._drop_ahead()
         self.rows.active.zero_()
         self.grammars.clear()
 
     def _drop_ahead(self) -> None:
-        """Forget what was drafted ahead: rows change hands."""
+        """Discard what was drafted ahead, as rows change hands."""
         if isinstance(self.drafter, AheadDrafter):
             self.drafter.drop()
 
@@ -246,10 +246,10 @@ class Lanes:
         """Read prompts into rows and pick their first tokens [R].
 
         index [R] rows, tokens [R, T] right-padded, lengths [R], seeds [R], budgets [R] new tokens
-        after the first; all int64. The rows are inactive until `activate`. own: the rows and the
-        settings they bring, where rows have their own. masks [R, 1, W]: what may come first
-        (`RowGrammars.first_masks`). watch: is shown the target's own logits [R, V], its features,
-        and the first tokens.
+        after the first; all int64. The rows are inactive until `activate`. own: the rows and their
+        settings, if rows have separate settings. masks [R, 1, W]: the permitted first tokens
+        (`RowGrammars.first_masks`). watch: called with the target's unprocessed logits [R, V], its
+        features, and the first tokens.
         """
         held = None
         if self.own is not None and own is not None:
@@ -285,8 +285,8 @@ class Lanes:
     def _start_drafter(
         self, index: Tensor, tokens: Tensor, lengths: Tensor, first: Tensor, seen: Seen | None
     ) -> None:
-        """Start the drafter on fresh prompts: the whole batch, or the rows that were refilled.
-        seen: None where the drafter reads tokens alone."""
+        """Start the drafter on new prompts: the whole batch, or the refilled rows. seen: None if
+        the drafter reads only tokens."""
         if self.drafter is None:
             return
         place = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -309,7 +309,7 @@ class Lanes:
 
 @dataclass
 class _Narrow:
-    """The first rows of a batch as a batch of its own, all in views."""
+    """The first rows of a batch as a separate batch, all in views."""
 
     runner: StepRunner
     state: Any

@@ -1,4 +1,4 @@
-"""Where the seconds of decoding go, phase by phase."""
+"""The seconds of decoding, by phase."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from inference.target.hardware import wait_for
 
 PHASES = ("prefill", "draft", "verify", "commit", "other")
 BORDERS = ("", "draft", "verify", "other", "commit")
-"""What has just ended where a step reads the clock, in its order; "": it begins."""
+"""The phase that ends at each of a step's clock readings, in order; "": the step begins."""
 AGREEMENT, SHORTEST = 0.03, 0.1
-"""How far the device's seconds may be from the host's, as a share of these; the host's seconds from
-which on they are compared."""
+"""The largest difference of the device's seconds from the host's, as a share of the host's, and the
+fewest host seconds for which the two are compared."""
 
 
 @dataclass
 class AheadTally:
-    """What drafting ahead saved (`decode.ahead`): drafts that were verified; how many of them had
-    been made ahead and kept; the seconds of making those that passed while the target verified, and
-    so are part of no phase."""
+    """What drafting ahead saved (`decode.ahead`).
+
+    drafts: those that were verified; kept: how many of them were made ahead; hidden: the seconds of
+    making these that passed while the target verified, and so are part of no phase.
+    """
 
     drafts: int = 0
     kept: int = 0
@@ -37,17 +39,18 @@ class AheadTally:
 class StepClock:
     """Seconds spent per phase.
 
-    What runs beside a phase is not part of it: phases add up to the time that passed. Drafting
-    ahead is counted apart (`ahead`); waiting for it is "commit".
+    Work that runs in parallel with a phase is not part of it: phases add up to the elapsed time.
+    Drafting ahead is counted separately (`ahead`); waiting for it is "commit".
 
     On a CPU the host marks the end of every phase. On an accelerator it launches steps ahead and
-    knows only when their results arrive. There a step writes the device's own clock to `times` at
-    its borders; the times travel with the step's result and are booked when that is read (`book`).
-    The device's seconds between two steps count as "other". The host's seconds during which steps
-    were under way are counted apart (`waited`): both must agree (`require_agreement`).
+    knows only when their results arrive. There a step writes the device's clock to `times` at the
+    borders of its phases. The times are returned with the step's result, and `book` counts them
+    when the host reads it. The device's seconds between two steps count as "other". The host's
+    seconds during which steps were under way are counted separately (`waited`); both must agree
+    (`require_agreement`).
 
-    An accelerator without a clock that a step can write (`times` is None) is waited for at every
-    mark; its steps cannot be captured.
+    If an accelerator has no clock that a step can write (`times` is None), the host waits for the
+    device at every mark, and steps cannot be captured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +59,7 @@ class StepClock:
         self.times: Tensor | None = None
         if ahead:
             self.times = torch.zeros(len(BORDERS), dtype=torch.int64, device=device)
-        self._under_way: deque[float] = deque()  # of each the host's seconds that do not count
+        self._under_way: deque[float] = deque()  # per step, the host's seconds that do not count
         self.reset()
 
     def reset(self) -> None:
@@ -70,12 +73,12 @@ class StepClock:
     # Marks of the host
 
     def start(self) -> None:
-        """Forget the time since the last mark (it belongs to no phase)."""
+        """Drop the time since the last mark (it belongs to no phase)."""
         wait_for(self._device)
         self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """Book the time since the last mark to `phase`."""
+        """Add the time since the last mark to `phase`."""
         wait_for(self._device)
         now = time.perf_counter()
         self.seconds[phase] += now - self._last
@@ -84,7 +87,7 @@ class StepClock:
     # Borders within a step
 
     def border(self, ended: str) -> None:
-        """A step has come to where phase `ended` ends, or, if empty, where it begins."""
+        """A step has reached the end of phase `ended` or, if empty, its beginning."""
         if self.times is not None:
             WRITE_CLOCK(self.times, BORDERS.index(ended))
         elif ended:
@@ -93,19 +96,20 @@ class StepClock:
     # Steps that the host runs ahead of
 
     def launch(self) -> None:
-        """A step that will be booked is under way."""
+        """A step is under way; `book` will be called with its times."""
         if not self._under_way:
             self._launched, self._step_ended = time.perf_counter(), None
         self._under_way.append(0.0)
 
     def excuse(self, seconds: float) -> None:
-        """The step launched last was held up by the host for so long, once: by its capture."""
+        """Do not count `seconds` for which the host held up the last launched step once, for its
+        capture."""
         if self._under_way:
             self._under_way[-1] += seconds
             self._launched += seconds
 
     def book(self, times: Sequence[int]) -> None:
-        """The result of the oldest step under way has arrived; times: its `times`."""
+        """Count the oldest step under way, whose result has arrived; times: its `times`."""
         excused = self._under_way.popleft()
         if self._step_ended is not None:
             between = (times[0] - self._step_ended) / 1e9
@@ -121,8 +125,8 @@ class StepClock:
         self._under_way.clear()
 
     def require_agreement(self) -> None:
-        """Raise `UserError` where the device's clock and the host's tell different times of the
-        steps that were booked: nothing that is computed from them would hold."""
+        """Raise `UserError` if the device's clock and the host's disagree on the duration of the
+        counted steps: no number computed from them would be valid."""
         if self.times is None or self.waited < SHORTEST:
             return
         booked = self.decode_seconds

@@ -135,7 +135,7 @@ class DecodeConfig(SamplingSettings):
             )
 
     def _check_ahead(self) -> None:
-        """Refuse what cannot be drafted ahead."""
+        """Raise `UserError` for settings that do not go with drafting ahead."""
         if self.shape != "chain" or self.adaptive != "none":
             given = f"adaptive={self.adaptive}" if self.shape == "chain" else f"shape={self.shape}"
             raise UserError(
@@ -151,12 +151,12 @@ class DecodeConfig(SamplingSettings):
 
     @property
     def compiles(self) -> bool:
-        """Whether passes are compiled; auto has to be settled before."""
+        """Whether passes are compiled; auto must be resolved before."""
         return self.compile is True
 
     @property
     def acceptance(self) -> str:
-        """The rule that decides: `rule`, or what auto stands for here."""
+        """The rule that is used: `rule`, or what auto resolves to."""
         return best_rule(self.shape, self.temperature) if self.rule == AUTO else self.rule
 
     def without_draft(self) -> DecodeConfig:
@@ -165,7 +165,7 @@ class DecodeConfig(SamplingSettings):
         return replace(bare, shape="none")
 
     def adaptive_settings(self) -> AdaptiveSettings:
-        """What is said about adaptive length."""
+        """The settings of adaptive length."""
         threshold = self.adaptive_threshold
         if threshold == -1.0:
             threshold = DEFAULT_THRESHOLDS.get(self.adaptive, 0.0)

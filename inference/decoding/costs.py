@@ -1,10 +1,11 @@
-"""What verifications and drafts cost here, as curves over nodes, rows and cached tokens.
+"""The costs of verifications and drafts on this machine, as curves over nodes, rows and cached
+tokens.
 
-`measure_costs` times real calls of the target (`verify`) and of drafters (`propose`, `commit`):
-warmed up, repeated, and interleaved in a shuffled order, so that a busy machine slows all points
-alike. `CostCurves` keeps the medians, interpolates between them, and is what choosing a draft's
-shape for a machine starts from. On CUDA the calls are captured as graphs, as the engine runs them,
-and timed with events.
+`measure_costs` times real calls of the target (`verify`) and of drafters (`propose`, `commit`). The
+calls are warmed up, repeated, and interleaved in a shuffled order, so that a busy machine slows all
+points alike. `CostCurves` keeps the medians and interpolates between them; the choice of a draft's
+shape for a machine starts from it. On CUDA the calls are captured as graphs, as the engine runs
+them, and timed with events.
 
 Legend: n nodes of a verification (the root included), b rows, L cached tokens per row.
 """
@@ -72,7 +73,7 @@ class CostPoint:
 
 
 class CurvesContent(TypedDict):
-    """`CostCurves` as JSON holds it; points by the fields of `CostPoint`."""
+    """`CostCurves` as JSON; points have the fields of `CostPoint`."""
 
     target: str
     device: str
@@ -110,13 +111,13 @@ class CostCurves:
         return interpolate(self.verify_points, n, b, length)
 
     def draft(self, name: str, n: float, b: float, length: float = 0) -> float:
-        """Seconds in which an arm drafts a chain of n nodes, the root included: 0 for n = 1, as
+        """Seconds that an arm takes to draft a chain of n nodes, the root included: 0 for n = 1, as
         nothing is drafted. length: cached tokens; 0 takes the shortest that was measured. Raises
         `UserError` for an unknown name."""
         return 0.0 if n <= 1 else interpolate(self._of(self.draft_points, name), n, b, length)
 
     def commit(self, name: str, n: float, b: float, length: float = 0) -> float:
-        """Seconds in which an arm takes over n committed tokens per row; otherwise as `draft`."""
+        """Seconds that an arm takes to commit n tokens per row; otherwise like `draft`."""
         return interpolate(self._of(self.commit_points, name), n, b, length)
 
     def _of(self, curves: Mapping[str, tuple[CostPoint, ...]], name: str) -> tuple[CostPoint, ...]:
@@ -126,13 +127,13 @@ class CostCurves:
         return curves[name]
 
     def to_dict(self) -> CurvesContent:
-        """As JSON holds it: the `costs` block of report.json."""
+        """The curves as JSON: the `costs` block of report.json."""
         content = json.loads(json.dumps(asdict(self)))
         return cast(CurvesContent, {k.removesuffix("_points"): v for k, v in content.items()})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostCurves:
-        """Read back `to_dict`; raises `UserError` for anything else."""
+        """Read the result of `to_dict`; raises `UserError` for anything else."""
 
         def points(items: Sequence[Mapping[str, Any]]) -> tuple[CostPoint, ...]:
             return tuple(CostPoint(**item) for item in items)
@@ -155,7 +156,7 @@ class CostCurves:
 def interpolate(points: Sequence[CostPoint], n: float, b: float, length: float) -> float:
     """Seconds at (n, b, L) from a full grid of points, linear in each (see `CostCurves`).
 
-    length 0 stands for the shortest measured one.
+    length 0 means the shortest measured one.
     """
     grid: dict[tuple[int, ...], float] = {
         (point.rows, point.length, point.nodes): point.seconds for point in points
@@ -204,7 +205,7 @@ def stopwatch(device: torch.device) -> Callable[[Call], float]:
 def interleave(
     calls: Mapping[Any, Call], device: torch.device, repeats: int, warmup: int, seed: int = 0
 ) -> dict[Any, list[float]]:
-    """Seconds of every call, `repeats` each, in rounds of all calls in a shuffled order."""
+    """Seconds of every call, `repeats` times each, in rounds of all calls in a shuffled order."""
     order, timer, rng = list(calls), stopwatch(device), random.Random(seed)
     for _ in range(warmup):
         for key in order:
@@ -218,7 +219,7 @@ def interleave(
 
 
 def capture(call: Call) -> Call:
-    """`call` as a CUDA graph: the same work without launching every operation from the host."""
+    """`call` as a CUDA graph: the host does not launch every operation."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -271,8 +272,8 @@ def measure_grid(
 ) -> CostCurves:
     """Time verifications of `nodes` nodes, and the calls of `steps`, for all batches and lengths.
 
-    widest: most nodes of a verification, or tokens of a draft. steps: from the rows of one point to
-    the calls (name, "draft" or "commit", nodes) -> call; the names become those of the curves.
+    widest: most nodes of a verification, or tokens of a draft. steps: maps the rows of one point to
+    calls, as (name, "draft" or "commit", nodes) -> call; the curves have these names.
     """
     found: dict[tuple[str, str], list[CostPoint]] = {}
     launch = "graph" if target.device.type == "cuda" else "eager"
@@ -302,7 +303,7 @@ def measure_grid(
 
 
 class Bench:
-    """`rows` rows that hold `length` tokens of text each, and the calls to be timed on them.
+    """`rows` rows that hold `length` tokens of text each, and the calls to time on them.
 
     widest: most nodes of a verification. text: token ids, repeated as needed.
     """
@@ -317,13 +318,13 @@ class Bench:
         self.text = torch.tensor(repeated, device=device)[:needed]
         self.cache = target.new_cache(rows, length + widest + 1)
         self.lengths = torch.full((rows,), length, dtype=torch.int64, device=device)
-        # the host knows the length where calls run eagerly; a captured graph must find it on the
-        # device
+        # the host knows the length if calls run eagerly; a captured graph reads it on the device
         self.longest = None if target.lengths_on_device else length
         self._seen: dict[FeatureSpec, Seen] = {}
 
     def fill(self, needs: FeatureSpec) -> Seen:
-        """Read the text into every row, once for the same needs -> a row's features [1, L, ...]."""
+        """Read the text into every row, once per set of needs; returns a row's features
+        [1, L, ...]."""
         if needs not in self._seen:
             prompt, one = self.text[None, : self.length], self.lengths[:1]
             rows = [torch.tensor([row], device=one.device) for row in range(self.rows)]
@@ -341,7 +342,7 @@ class Bench:
         return lambda: self.target.verify(*given)
 
     def drafting(self, arm: Arm) -> dict[StepKey, Call]:
-        """Drafts of chains of 2 nodes up to the arm's depth, and commits of as many tokens."""
+        """Drafts of chains from 2 nodes up to the arm's depth, and commits of as many tokens."""
         calls: dict[StepKey, Call] = {}
         for nodes in range(2, arm.decode.tree().max_depth + 2):
             shape = TokenTree.chain(nodes - 1, self.target.device)

@@ -1,7 +1,7 @@
-"""`decode.yaml` in a checkpoint: the best drafts by batch size and temperature, as tuned.
+"""`decode.yaml` in a checkpoint: the tuned drafts by batch size and temperature.
 
 A file is valid for the checkpoint's weights, one revision of the target and one type of device
-(`Tuned.objection`). Decoding without a configured draft takes the nearest row (`Tuned.row`).
+(`Tuned.objection`). Decoding without a configured draft uses the nearest row (`Tuned.row`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ NUMBERS: tuple[Number, ...] = get_args(Number)
 
 
 class Tuning(TypedDict):
-    """What was tuned for one batch size and temperature, as `inference.tune.tuner` reports it."""
+    """The result of tuning for one batch size and temperature, as `inference.tune.tuner` reports
+    it."""
 
     batch_size: int
     temperature: float
     draft: DraftSettings
     rule: str
-    """The rule that decided, one of `inference.decoding.rules.names.RULES`."""
+    """The acceptance rule, one of `inference.decoding.rules.names.RULES`."""
     predicted_tokens_per_second: float
     tokens_per_second: float
     baseline_tokens_per_second: float
@@ -58,13 +59,13 @@ class Tuning(TypedDict):
 
 @dataclass(frozen=True)
 class TunedRow:
-    """The draft for one batch size and temperature, and what was measured with it."""
+    """The draft for one batch size and temperature, and its measured numbers."""
 
     batch_size: int
     temperature: float
     draft: Draft
     rule: str
-    """The rule that it was measured with."""
+    """The acceptance rule of the measurement."""
     numbers: Mapping[str, float]
     """By the names of `NUMBERS`."""
     speedup_ci95: tuple[float, float]
@@ -81,7 +82,7 @@ class TunedRow:
 
     @property
     def conditions(self) -> str:
-        """What it was chosen for."""
+        """The conditions that the draft was chosen for, as text."""
         rule = "" if self.temperature == 0 else f", rule {self.rule}"
         return f"batch size {self.batch_size}, temperature {self.temperature:g}{rule}"
 
@@ -106,7 +107,7 @@ class Tuned:
     def row(self, batch: int, temperature: float) -> TunedRow | None:
         """The row nearest in batch size (as a ratio), among those nearest in temperature.
 
-        A greedy row is never used for sampling, nor the reverse; None where no other is left.
+        A greedy row is never used for sampling, nor the reverse; None if no row is left.
         """
         fitting = [row for row in self.rows if (row.temperature == 0) == (temperature == 0)]
         if not fitting:
@@ -116,7 +117,7 @@ class Tuned:
         return min(close, key=lambda row: abs(math.log(row.batch_size) - math.log(batch)))
 
     def objection(self, folder: Path, revision: str, device_kind: str) -> str:
-        """Why it must not be used for the checkpoint in `folder`, or empty when it may."""
+        """Why the file must not be used for the checkpoint in `folder`; empty if it may."""
         if self.target["revision"] != revision:
             return f"it was tuned on revision {self.target['revision']} of the target"
         if checkpoint_hash(folder) not in ("", self.weights_sha256):
@@ -130,7 +131,7 @@ HEADLINE = "# How to draft with this checkpoint, measured on this machine: "
 
 
 def require_tuned(folder: Path) -> None:
-    """Raise `UserError` where `folder`/decode.yaml is there but was not written by tuning."""
+    """Raise `UserError` if `folder`/decode.yaml exists but was not written by tuning."""
     path = folder / DECODE_FILE
     if path.is_file() and not path.read_bytes().startswith(HEADLINE.encode()):
         raise UserError(
@@ -146,11 +147,11 @@ def write_tuned(
     rows: Sequence[Tuning],
     command: str,
 ) -> Path:
-    """Write `folder`/decode.yaml atomically, over an earlier one, and return its path.
+    """Write `folder`/decode.yaml atomically, replacing an earlier one, and return its path.
 
     weights_sha256: of the weights file that was tuned; rows: as `inference.tune.tuner.Tuner.tune`
-    gives them. Raises `UserError` where another file has that name, and where the folder has other
-    weights by now.
+    returns them. Raises `UserError` if another file has that name, or if the weights in the folder
+    have changed since.
     """
     require_tuned(folder)
     if checkpoint_hash(folder) != weights_sha256:
@@ -183,7 +184,7 @@ def write_tuned(
 
 
 def read_tuned(folder: Path) -> Tuned | None:
-    """The content of `folder`/decode.yaml, if any; raises `UserError` for another file."""
+    """The content of `folder`/decode.yaml, or None. Raises `UserError` for an invalid file."""
     path = folder / DECODE_FILE
     if not path.exists():
         return None
@@ -216,9 +217,9 @@ class Advice:
 def advice(
     folder: Path, revision: str, device: Device, batch: int, temperature: float
 ) -> Advice | None:
-    """How to draft with the checkpoint in `folder`, by its decode.yaml; None where it has none.
+    """How to draft with the checkpoint in `folder`, by its decode.yaml; None if it has none.
 
-    revision: of the target; device: as `inference.target.hardware.device_facts` gives it.
+    revision: of the target; device: as `inference.target.hardware.device_facts` returns it.
     """
     tuned = read_tuned(folder)
     if tuned is None:
@@ -238,7 +239,7 @@ def advice(
 
 
 def read_current(folder: Path) -> Tuned | None:
-    """As `read_tuned`, but None, with a warning, where the weights have changed since."""
+    """Like `read_tuned`, but None, with a warning, if the weights have changed since."""
     tuned = read_tuned(folder)
     if tuned is not None and checkpoint_hash(folder) != tuned.weights_sha256:
         why = "the weights have changed since it was tuned (`headstart tune` writes it anew)"
@@ -248,9 +249,11 @@ def read_current(folder: Path) -> Tuned | None:
 
 
 def draft_length(folder: Path) -> int:
-    """Drafted tokens per step for an engine that asks for one number: the deepest level of the
-    greedy row with the smallest batch that speculates; 0 where decode.yaml says none, is of other
-    weights, or is not there."""
+    """Drafted tokens per step for a serving engine that takes one number.
+
+    It is the deepest level of the greedy row with the smallest batch that speculates. It is 0 if
+    there is no decode.yaml, if none of its rows speculates, or if it is of other weights.
+    """
     tuned = read_current(folder)
     rows = [row for row in (tuned.rows if tuned else ()) if row.draft != NONE]
     first = min(rows, key=lambda row: (row.temperature > 0, row.batch_size), default=None)

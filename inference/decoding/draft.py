@@ -1,4 +1,4 @@
-"""One way to draft, as the tuner chooses it and decode.yaml keeps it."""
+"""One way to draft, as chosen by the tuner and stored in decode.yaml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from heads.api.tree import DraftShape
 from inference.decoding.config import DecodeConfig
 
 FAMILIES = ("none", "chain", "tree", "dynamic", "dartree", "adaptive")
-"""Drafts whose steps have the same operations, and so the same fixed time."""
+"""Families of drafts: the steps of a family have the same operations and so the same fixed time."""
 
 
 class DraftSettings(TypedDict, total=False):
@@ -30,7 +30,7 @@ class DraftSettings(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Draft:
-    """One way to draft, by `DecodeConfig`'s names; 0 and () where settings do not matter."""
+    """One way to draft, by `DecodeConfig`'s names; settings that do not matter are 0 or ()."""
 
     shape: str = "none"
     depth: int = 0
@@ -49,12 +49,12 @@ class Draft:
 
     @property
     def unstopped(self) -> Draft:
-        """The same draft without early stopping: what is drafted and verified at most."""
+        """The same draft without early stopping: the most that is drafted and verified."""
         return replace(self, adaptive="none", adaptive_threshold=-1.0)
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """A short name for tables."""
         if self.adaptive != "none":
             return f"chain {self.depth}, {self.adaptive} {self.adaptive_threshold:g}"
         sized = f"{self.shape} {self.size}, depth {self.depth}"
@@ -64,19 +64,19 @@ class Draft:
 
     @property
     def size(self) -> int:
-        """Nodes of a verification at most, the root included."""
+        """Most nodes of a verification, the root included."""
         sizes = {"none": 1, "chain": self.depth + 1, "tree": len(self.choices) + 1}
         return sizes.get(self.shape, self.nodes)
 
     def on(self, decode: DecodeConfig) -> DecodeConfig:
-        """`decode` with this draft in place of its own."""
+        """`decode` with its draft replaced by this one."""
         own = {name: getattr(self, name) for name in self.plain()}
         bare = {"choices": (), "adaptive": "none", "adaptive_lengths": (), "adaptive_costs": ()}
         ahead = decode.ahead and self.family == "chain"
         return replace(decode, **{**bare, **own}, ahead=ahead)
 
     def plain(self) -> DraftSettings:
-        """As YAML and JSON hold it: the settings that matter for the shape."""
+        """The settings that matter for the shape, as YAML and JSON hold them."""
         found: DraftSettings = {"shape": self.shape}
         if self.shape in ("chain", "dynamic", "dartree"):
             found["depth"] = self.depth
@@ -92,7 +92,7 @@ class Draft:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Draft:
-        """Read back `plain`; raises `UserError` for unknown or refused settings."""
+        """Read the result of `plain`; raises `UserError` for unknown or invalid settings."""
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown or "shape" not in values:

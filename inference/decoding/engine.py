@@ -1,10 +1,10 @@
-"""The decoder for users: prompts in, answers out, with any drafter or none.
+"""The decoder for users: it takes prompts and returns answers, with any drafter or none.
 
     engine = Engine.load("meta-llama/Llama-3.1-8B-Instruct", "outputs/demo/train/eagle3/best")
     for answer in engine.generate(["Why is the sky blue?", "Write a haiku."], max_new_tokens=64):
         print(answer.text, answer.tau)
 
-`run` is the layer below: requests of token ids in, completions out as they finish.
+`run` is the layer below: it takes requests of token ids and yields completions as they finish.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 SLOT_STEP = 64
 """Capacities are rounded up to this many slots, so that similar runs share buffers."""
 SHOWN_CHARACTERS = 60
-"""Of an answer's text in its `repr`."""
+"""Characters of an answer's text in its `repr`."""
 
 
 @dataclass(frozen=True, repr=False)
 class Generation:
-    """One answer as text, with what it took. completion: tokens, passes and the reason it ended."""
+    """One answer as text, with its completion: tokens, passes and the reason it ended."""
 
     text: str
     completion: Completion
 
     @property
     def tau(self) -> float:
-        """Committed tokens per verify pass; 1.0 where nothing was verified."""
+        """Committed tokens per verify pass; 1.0 if nothing was verified."""
         return self.completion.tau
 
     def __repr__(self) -> str:
-        """One line: the beginning of the text, and what the answer took."""
+        """One line: the beginning of the text, tau, tokens, passes and the reason it ended."""
         done = self.completion
         text = textwrap.shorten(self.text, SHOWN_CHARACTERS, placeholder=" ...")
         return (
@@ -82,9 +82,9 @@ class Generation:
 class Engine:
     """Decodes requests with one target and at most one drafter; reusable, one `run` at a time.
 
-    `clock` accumulates the time split over runs; `clock.reset()` before a measurement. capacity:
-    slots of every row, the draft's nodes included; None sizes them by the requests. details: passes
-    say what was drafted (`PassRecord.details`).
+    `clock` accumulates the time per phase over all runs; call `clock.reset()` before a measurement.
+    capacity: slots of every row, the draft's nodes included; None sizes them by the requests.
+    details: passes report what was drafted (`PassRecord.details`).
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Engine:
         self.constraint = Constraint.read(self.decode.structure)
         self.clock = StepClock(target.device)
         self._lanes: Lanes | None = None
-        self._made_of = self._versions  # the weights that the lanes' steps are of
+        self._made_of = self._versions  # the weights that the lanes were built with
         self._run: BatchRun | None = None
         self._last_bytes = 0
         if isinstance(drafter, TrainableDrafter):
@@ -124,13 +124,12 @@ class Engine:
     ) -> Engine:
         """Load a target (Hub id, folder, or config) and a drafter for it.
 
-        decode: None takes that of decode.yaml, if `headstart tune` wrote one for this device.
-
         head: a checkpoint folder, a name on the Hub ("user/drafter", fetched once), a kind without
-        weights ("ngram"), or None for plain decoding.
-        head_device: where the drafter lives if not with the target; `engine.drafter.transfer`
-        then counts what crosses. Raises `UserError` when either cannot be loaded or they do not
-        belong together.
+        weights ("ngram"), or None for plain decoding. decode: None uses the settings in
+        decode.yaml, if `headstart tune` wrote one for this device. head_device: the drafter's
+        device, if it is not the target's; `engine.drafter.transfer` then counts the data copied
+        between them. Raises `UserError` if either cannot be loaded, or if the drafter was not made
+        for the target.
         """
         if isinstance(target, (str, Path)):
             target = TargetConfig(path=str(target))
@@ -149,10 +148,10 @@ class Engine:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], seeds: Sequence[int] | None = None, **changes: Any
     ) -> list[Generation]:
-        """Answer all prompts, in their order; a single one need not stand in a list. seeds: one per
-        prompt (default: decode.seed on).
+        """Answer all prompts, in their order. A single prompt may be given without a list.
 
-        changes: decode settings for this call, such as temperature=0.7 or max_new_tokens=64.
+        seeds: one per prompt (default: ascending from decode.seed). changes: decode settings for
+        this call, such as temperature=0.7 or max_new_tokens=64.
         """
         engine = self.with_settings(**changes)
         requests = engine.requests(as_list(prompts), seeds)
@@ -160,7 +159,8 @@ class Engine:
         return [engine._answer(done[request.index]) for request in requests]
 
     def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
-        """Answer a prompt piece by piece; leaving the loop stops. changes: see `generate`."""
+        """Answer a prompt piece by piece; leaving the loop stops decoding. changes: see
+        `generate`."""
         engine = self.with_settings(**changes)
         requests = engine.requests([prompt], None if seed is None else [seed])
         new: list[int] = []
@@ -179,20 +179,20 @@ class Engine:
             yield rest
 
     def with_settings(self, **changes: Any) -> Engine:
-        """This engine under other decode settings; buffers are new where they must be."""
+        """This engine with other decode settings; it shares buffers where possible."""
         decode = replace(self.decode, **changes) if changes else self.decode
         if decode == self.decode:
             return self
         now = self.decode
         if replace(decode, max_new_tokens=now.max_new_tokens, seed=now.seed) == now:
-            other = copy(self)  # limits and seeds belong to requests: the buffers stay
+            other = copy(self)  # limits and seeds belong to requests: buffers are shared
             other.decode = decode
             return other
         kept = {"capacity": self.capacity, "details": self.details}
         return Engine(self.target, self.drafter, decode, **kept)  # type: ignore[arg-type]
 
     def requests(self, prompts: Sequence[Prompt], seeds: Sequence[int] | None) -> list[Request]:
-        """What `run` takes for prompts as `generate` takes them, numbered from 0."""
+        """The requests for `run` of prompts as `generate` takes them, numbered from 0."""
         if seeds is not None and len(seeds) != len(prompts):
             raise UserError(f"{len(prompts)} prompts need as many seeds; given: {len(seeds)}.")
         base, limit = self.decode.seed, self.decode.max_new_tokens
@@ -215,7 +215,7 @@ class Engine:
 
     @property
     def captured(self) -> bool:
-        """Whether a step of the last run's buffers was captured, and replayed from there on."""
+        """Whether a step of the last run's buffers was captured and replayed after that."""
         return self._lanes is not None and self._lanes.runner.captured
 
     # Token ids in, completions out
@@ -228,12 +228,12 @@ class Engine:
         *,
         yield_steps: bool = False,
     ) -> Generator[Completion, None, None]:
-        """Decode all requests, yielding completions as they end; raises `UserError` if one cannot
+        """Decode all requests, yielding completions as they end. Raises `UserError` if one does not
         fit.
 
         on_tokens(request, tokens, record): called with every batch of newly committed tokens and
-        the record of their pass (None for the first token, which prefill gives). yield_steps: yield
-        unfinished completions as well, after every step.
+        the record of their pass (None for the first token, which comes from prefill). yield_steps:
+        also yield unfinished completions, after every step.
         """
         waiting = [self.constrained(request) for request in requests]
         if not waiting:
@@ -252,8 +252,8 @@ class Engine:
             self._last_bytes = run.lanes.bytes()
 
     def constrained(self, request: Request) -> Request:
-        """The request with what its answer follows: its own constraint, or the engine's. Raises
-        `UserError` for one that cannot be kept."""
+        """The request with the constraint of its answer: its own, or the engine's. Raises
+        `UserError` for a constraint that cannot be kept."""
         constraint = request.constraint or self.constraint
         if constraint is None:
             return request
@@ -273,7 +273,7 @@ class Engine:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """The drafter as it decodes and does not train."""
+        """Set up the drafter for decoding within the block."""
         drafter = self.drafter
         with ExitStack() as stack:
             for part in drafter.parts if isinstance(drafter, DrafterPair) else (drafter,):
@@ -282,8 +282,8 @@ class Engine:
             yield
 
     def advance(self, run: BatchRun) -> list[Completion]:
-        """Drop what was cancelled, or refill free rows, or launch a step; and book the time. Raises
-        `UserError` when the target's weights have changed since the run began."""
+        """Drop cancelled requests, or refill free rows, or launch a step, and count the time.
+        Raises `UserError` if the target's weights have changed since the run began."""
         if run.version != self.target.version:
             raise UserError(
                 "the target's weights have changed while requests run: their caches are of the old "
@@ -294,12 +294,12 @@ class Engine:
             return dropped
         clock, finished = self.clock, []
         if run.can_refill:
-            finished = run.drain()  # steps under way are none of the prefill's time
+            finished = run.drain()  # steps under way are not part of the prefill's time
             clock.start()
             finished += run.refill()
             clock.mark("prefill")
         elif clock.times is not None:
-            finished = run.step()  # booked when it is read
+            finished = run.step()  # its time is counted when it is read
         else:
             clock.start()
             finished = run.step()
@@ -307,20 +307,21 @@ class Engine:
         return finished if run.unfinished else [*finished, *run.drain()]
 
     def cancel(self, index: int) -> None:
-        """Stop the request with that index in the present `run` (from `on_tokens` or between
-        completions): it is handed out with finish "cancelled". Unknown indices are ignored, as the
-        request may just have finished."""
+        """Stop the request with this index in the current `run` (from `on_tokens` or between
+        completions). Its completion ends with finish "cancelled". Unknown indices are ignored, as
+        the request may just have finished."""
         if self._run is not None:
             self._run.cancel(index)
 
     # Changed weights
 
     def follow(self, weights: Weights) -> None:
-        """Go on with new weights of the target, taken in place (inference/target/follow.py); the
-        drafter keeps its own weights, and what it was made of the target's is made again.
+        """Continue with new weights of the target, taken over in place
+        (inference/target/follow.py). The drafter keeps its own weights and rebuilds what it derived
+        from the target's.
 
         weights: a model, its state dict, or low-rank updates. Raises `UserError` while requests
-        run, and for weights that do not fit: the target then keeps those that it has.
+        run, and for weights that do not fit; the target then keeps its weights.
         """
         if self._run is not None:
             raise UserError(
@@ -335,7 +336,8 @@ class Engine:
 
     @property
     def _versions(self) -> tuple[int, int]:
-        """Of the target's and the drafter's weights: captured and compiled steps are of one."""
+        """Versions of the target's and the drafter's weights. Captured and compiled steps are valid
+        for one version."""
         drafter = getattr(self.drafter, "drafter", self.drafter)
         own = drafter.parameters() if isinstance(drafter, TrainableDrafter) else ()
         return self.target.version, sum(parameter._version for parameter in own)
@@ -343,13 +345,13 @@ class Engine:
     # Buffers
 
     def _lanes_for(self, requests: list[Request]) -> Lanes:
-        """Buffers for these requests: those of the last run if they are large enough."""
+        """Buffers for these requests: those of the last run if they fit."""
         rows = min(self.decode.batch_size, len(requests))
         capacity = self._capacity(requests)
         lanes = self._lanes
         fits = lanes is not None and lanes.count == rows and lanes.capacity >= capacity
         if lanes is None or not fits or self._made_of != self._versions:
-            self._lanes = None  # the old buffers go before the new ones come
+            self._lanes = None  # free the old buffers before new ones are allocated
             longest = max(len(request.tokens) for request in requests)
             self.require_memory(rows, capacity, min(self.decode.prefill_chunk, longest))
             self._lanes = lanes = self.new_lanes(rows, capacity, details=self.details)
@@ -357,13 +359,13 @@ class Engine:
         return lanes
 
     def new_lanes(self, rows: int, capacity: int, **more: Any) -> Lanes:
-        """Buffers of `rows` x `capacity`; more: as `Lanes` takes it."""
+        """Buffers of `rows` x `capacity`; more: further arguments of `Lanes`."""
         parts = self.target, self.drafter, self.decode, self.tree
         return Lanes(*parts, rows, capacity, self.clock, **more)
 
     def require_memory(self, rows: int, capacity: int, widest: int, own: bool = False) -> None:
-        """Refuse a batch that will not fit, before anything is allocated. own: rows have sampling
-        settings of their own."""
+        """Raise `UserError` for a batch that will not fit, before anything is allocated. own: rows
+        have separate sampling settings."""
         free = free_bytes(self.target.device)
         if free is None:
             return
@@ -378,12 +380,12 @@ class Engine:
         plan.require(free, target.device)
 
     def require_drafter_memory(self, drafter: Any, rows: int, capacity: int) -> None:
-        """Refuse a drafter whose state will not fit beside everything that there is."""
+        """Raise `UserError` for a drafter whose state does not fit into the free memory."""
         free, info = free_bytes(self.target.device), self.target.info
         if free is None:
             return
         needed = self._state_bytes(drafter, rows, capacity)
-        if drafter.needs.drafts_from_states:  # a row's text is read once more, beside the cache
+        if drafter.needs.drafts_from_states:  # a row's text is read again, with a separate cache
             taken = self.target.cache_sizes()
             taps, size = len(drafter.needs.taps) + 1, torch.finfo(self.target.dtype).bits // 8
             needed += capacity * (taken.slot + taps * info.hidden_size * size) + taken.row
@@ -404,7 +406,8 @@ class Engine:
         return drafter_state_bytes(drafter, shape, rows, room, target.info, like)
 
     def _capacity(self, requests: list[Request]) -> int:
-        """Slots a row needs: prompt, answer and a draft. Refuses requests that cannot be held."""
+        """Slots that a row needs: prompt, answer and a draft. Raises `UserError` for requests that
+        do not fit."""
         most, limit = 0, self.target.info.max_position_embeddings
         for request in requests:
             if request.sampling is not None:
@@ -434,9 +437,9 @@ class Engine:
         return self.capacity or -(-needed // SLOT_STEP) * SLOT_STEP
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the target's weights, the drafter's own ones, and the last run's caches.
+        """Bytes of the target's weights, the drafter's own weights, and the last run's caches.
 
-        Copies that a drafter makes of the target's weights count; what it shares does not.
+        A drafter's copies of the target's weights count; weights that it shares do not.
         """
         drafter = 0
         if isinstance(self.drafter, TrainableDrafter):
@@ -448,14 +451,14 @@ class Engine:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Prompts as a list; a text, a conversation or token ids are one prompt."""
+    """Prompts as a list; a text, a conversation or a list of token ids is one prompt."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (Mapping, int))):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
 
 def _tuned(head: str | Path, target: TargetModel) -> DecodeConfig | None:
-    """How to decode greedily with the checkpoint `head` by its decode.yaml, if that says."""
+    """How to decode greedily with the checkpoint `head`, by its decode.yaml, or None."""
     told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
     if told is None:
         return None

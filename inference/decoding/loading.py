@@ -22,9 +22,9 @@ def load_drafter(
     """The drafter from `source`, ready to decode with `target`.
 
     source: a checkpoint folder; "user/name" or "user/name@revision" on the Hub, which is fetched
-    once; or the name of a kind without weights, such as "ngram". device: where the drafter lives if
-    not with the target. Raises `UserError` when there is no such drafter, it does not belong to the
-    target, or its files are damaged.
+    once; or the name of a kind without weights, such as "ngram". device: the drafter's device, if
+    it is not the target's. Raises `UserError` if there is no such drafter, if it was not made for
+    the target, or if its files are damaged.
     """
     weights = target.weights if device is None else weights_on(target, pick_device(device))
     folder = checkpoint_folder(source)
@@ -39,9 +39,11 @@ def load_drafter(
 
 
 def checkpoint_folder(source: str | Path) -> Path | None:
-    """The folder that a drafter is loaded from: of a training's folder its best checkpoint; a
-    published one is fetched; None for a kind without weights. Raises `UserError` when there is no
-    such drafter."""
+    """The folder to load a drafter from; None for a kind without weights.
+
+    For a training's folder it is the best checkpoint; a published drafter is fetched. Raises
+    `UserError` if there is no such drafter.
+    """
     name = str(source)
     given = Path(source).expanduser()
     if given.is_dir():

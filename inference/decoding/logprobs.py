@@ -1,12 +1,12 @@
-"""Log-probabilities of committed tokens and of the most likely ones in their place, on request.
+"""Log-probabilities of committed tokens and of the most likely tokens in their place, on request.
 
-They are those of the target itself: the log-softmax of its logits as they leave the model, before
-bias, penalties and masks, temperature and filters, as OpenAI's API and vLLM (`raw_logprobs`) give
-them. So they depend on the text alone, and no drafter, rule or sampling setting changes them.
+They are the target's: the log-softmax of its logits as they leave the model, before bias, penalties
+and masks, temperature and filters, as in OpenAI's API and vLLM (`raw_logprobs`). So they depend
+only on the text; no drafter, rule or sampling setting changes them.
 
-A verification has the logits of every node anyway: what its committed path needs of them is
-computed on the device, in fixed shapes, and brought over with the tokens. A prompt's are computed
-from the hidden states of its prefill.
+A verification computes the logits of every node. The log-probabilities of the committed path are
+computed from them on the device, in fixed shapes, and copied to the host with the tokens. Those of
+a prompt are computed from the hidden states of its prefill.
 
 Legend: B rows, P places (a prompt's, or a path's D+1), T tokens of a prompt, H hidden, V
 vocabulary, K = min(`MOST_TOP`, V).
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 MOST_TOP = 20
-"""Most likely tokens that can be asked for; a step finds as many, whoever asks."""
+"""Most tokens per place that a request can ask for; a step always computes this many."""
 PROMPT_PLACES = 256
-"""Places of a prompt whose logits are there at once."""
+"""Places of a prompt whose logits are in memory at once."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's log-probability, and the most likely tokens in its place with theirs, best
-    first."""
+    """A token's log-probability, and the most likely tokens in its place with their
+    log-probabilities, best first."""
 
     token: int
     logprob: float
@@ -38,11 +38,11 @@ class TokenLogprobs:
 
 @dataclass(eq=False)
 class Logprobs:
-    """What a request asks for, and what came of it while it is decoded.
+    """The log-probabilities that a request asks for, filled while it is decoded.
 
-    most: how many of the most likely tokens, up to `MOST_TOP`; of_prompt: for the prompt's tokens
-    as well. prompt: those of its second token to its last (nothing stands before the first);
-    answer: those of all committed tokens.
+    most: how many of the most likely tokens, up to `MOST_TOP`; of_prompt: whether the prompt's
+    tokens are included. prompt: those of the prompt's tokens from the second on (the first has no
+    distribution); answer: those of all committed tokens.
     """
 
     most: int
@@ -52,13 +52,14 @@ class Logprobs:
 
 
 def columns(vocab_size: int) -> int:
-    """Numbers for one place: 2 K + 1."""
+    """Numbers per place: 2 K + 1."""
     return 2 * min(MOST_TOP, vocab_size) + 1
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """For logits [..., P, V] and the tokens [..., P] in their place, int64 [..., P, 2 K + 1]: the K
-    most likely tokens, then as bits of float32 the log-probability of the token and of each."""
+    """Packed log-probabilities int64 [..., P, 2 K + 1] of logits [..., P, V] and the tokens
+    [..., P] in their place: the K most likely tokens, then the log-probabilities of the token and
+    of each of these, as bits of float32."""
     logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     best = logs.topk(min(MOST_TOP, logs.shape[-1]), dim=-1)
     values = torch.cat([logs.gather(-1, tokens[..., None]), best.values], -1).float()
@@ -68,7 +69,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 def read_logprobs(
     numbers: Sequence[Sequence[int]], tokens: Sequence[int], most: int
 ) -> list[TokenLogprobs]:
-    """What `token_logprobs` gave, [P][2 K + 1], for the first len(tokens) places."""
+    """Unpack the numbers [P][2 K + 1] of `token_logprobs` for the first len(tokens) places."""
     found = []
     for row, token in zip(numbers, tokens, strict=False):
         kept = len(row) // 2
@@ -81,8 +82,8 @@ def read_logprobs(
 def prompt_logprobs(
     head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Sequence[int], most: int
 ) -> list[TokenLogprobs]:
-    """Those of a prompt's tokens [T] behind the first. head: hidden states to logits; hidden
-    [T, H]: the last ones of every place."""
+    """Log-probabilities of a prompt's tokens [T] after the first. head: maps hidden states to
+    logits; hidden [T, H]: the last hidden state of every place."""
     found: list[TokenLogprobs] = []
     for begin in range(0, len(tokens) - 1, PROMPT_PLACES):
         following = list(tokens[begin + 1 : begin + 1 + PROMPT_PLACES])

@@ -1,15 +1,15 @@
 """Two drafters in one batch: every row drafts with one of them, and one verification serves both.
 
 A `DrafterPair` is a drafter itself. Both parts keep a state for all rows, draft for all of them,
-and see all that is committed; of the two drafts a row's own goes to the target. So the target's
-pass, its cache and the shapes of a step stay those of one drafter, and a step costs one drafter
-more. Gathering each part's rows instead would copy its caches in every step, and save nothing where
-a pass of a few rows takes as long as one of many.
+and receive everything that is committed. For every row, the draft of its assigned part goes to the
+target. So the target's pass, its cache and the shapes of a step are those of one drafter, and a
+step additionally costs one more drafter. Gathering each part's rows instead would copy its caches
+in every step, and would save nothing if a pass of a few rows takes as long as one of many.
 
-Which rows are whose is told by `choose` when a request gets its row (`BatchRun.refill`), and kept
-in the state, so that it moves with the row. The state that a part keeps of the other's rows must
-not be drafted from: kinds may count on their own drafts having been verified. A row that changes
-hands has its state made anew (`Lanes.change_drafter`).
+`choose` assigns a row to a part when a request gets the row (`BatchRun.refill`). The assignment is
+kept in the state, so that it moves with the row. A part's state of the other part's rows must not
+be drafted from, as kinds may rely on the verification of their own drafts. If a row changes to the
+other part, its state is rebuilt (`Lanes.change_drafter`).
 
 Legend: B rows, N nodes, V vocabulary, V' its drafted part.
 """
@@ -37,7 +37,7 @@ from inference.target.model import TargetModel
 
 @dataclass
 class PairState:
-    """The states of both parts, and which rows draft with the second: second_drafts [B] bool."""
+    """The states of both parts, and the rows that draft with the second: second_drafts [B] bool."""
 
     first: Any
     second: Any
@@ -64,7 +64,7 @@ class DrafterPair:
     # The Drafter protocol
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> PairState:
-        """Both parts' states; the rows draft with the first until they are told otherwise."""
+        """Both parts' states; all rows draft with the first until `BatchRun` assigns them."""
         first = self.first.start(self._own(seen, self.first), tree, capacity)
         second = self.second.start(self._own(seen, self.second), tree, capacity)
         return PairState(first, second, torch.zeros_like(seen.tokens[:, 0], dtype=torch.bool))
@@ -87,7 +87,7 @@ class DrafterPair:
                 guided.guide(own, forced)
 
     def forget(self) -> None:
-        """Let both parts forget other answers, if they keep any."""
+        """Make both parts forget other answers, if they keep any."""
         for part in self.parts:
             forget(part)
 
@@ -99,8 +99,8 @@ class DrafterPair:
     def _select(
         self, first: Proposal, second: Proposal, chosen: Tensor, keeps_logits: bool
     ) -> Proposal:
-        """The rows `chosen` [B] of the second, the others of the first. Of confidence nothing is
-        kept: drafts of adaptive length are not for pairs."""
+        """The rows `chosen` [B] of the second proposal, the others of the first. Confidence is
+        dropped, as pairs do not support adaptive draft length."""
         tree, column = first.tree, chosen[:, None]
         tokens = torch.where(column, second.tokens, first.tokens)
         if tree.parents.shape[0] > 1 or second.tree.parents.shape[0] > 1:
@@ -116,7 +116,8 @@ class DrafterPair:
     def _logits(
         self, first: Proposal, second: Proposal, chosen: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """What the nodes' children were drawn from [B, N, V'], and the ids of the columns."""
+        """The logits [B, N, V'] that the nodes' children were drawn from, and the ids of the
+        columns."""
         one, other, ids = first.logits, second.logits, first.token_ids
         if one is None or other is None or ids is not second.token_ids:
             one, other = (self._over_all(proposal) for proposal in (first, second))
@@ -125,7 +126,7 @@ class DrafterPair:
         return torch.where(chosen[:, None, None], other.to(dtype), one.to(dtype)), ids
 
     def _over_all(self, proposal: Proposal) -> Tensor:
-        """Logits [B, N, V]; those of certain drafts have all their weight on the draft."""
+        """Logits [B, N, V]; certain drafts have probability 1."""
         if proposal.logits is not None:
             return over_vocabulary(proposal.logits, proposal.token_ids, self.vocab_size)
         following = torch.nn.functional.pad(proposal.tokens[:, 1:], (0, 1))[..., None]
@@ -149,8 +150,8 @@ def _limits(first: Proposal, second: Proposal, chosen: Tensor) -> Tensor | None:
 def require_pair(
     pair: DrafterPair, target: TargetModel, decode: DecodeConfig, shape: DraftShape
 ) -> None:
-    """Raise `UserError` unless drafts of `shape` of both parts can be verified together as `decode`
-    asks."""
+    """Raise `UserError` unless the drafts of `shape` of both parts can be verified together under
+    the settings `decode`."""
     for given, what in (
         (decode.ahead, "decode.ahead drafts with one drafter"),
         (decode.adaptive_settings().active, "decode.adaptive adapts the draft of one drafter"),

@@ -1,8 +1,8 @@
-"""What a verification drafted and how likely it was, for records to learn from.
+"""What was drafted for a verification, with its probabilities: for records to learn from.
 
-Computed on the device in fixed shapes, with what the step commits, and brought over with it.
-Probabilities are those of the models' own distributions (temperature 1, no filters; the target's
-after processors), so that they mean the same for any request.
+The details are computed on the device in fixed shapes and copied to the host with the step's
+result. Probabilities are those of the models' own distributions (temperature 1, no filters; the
+target's after processors), so that they are comparable between requests.
 
 Legend: B rows, N nodes, D the tree's deepest level, V vocabulary, V' its drafted part.
 """
@@ -24,11 +24,11 @@ from inference.decoding.rules.base import Verdict
 class PassDetails:
     """One verification of one row.
 
-    drafted: the drafted path; of a chain all of it, of a tree the kept path and the first child
-    that was refused behind it. log_q, log_p: natural logarithm of what drafter and target gave each
-    of its tokens. pick: the target's token behind the kept part of the path; pick_log_q,
-    pick_log_p: the same of it. A log_q is None where the drafter has no distribution or not that
-    token.
+    drafted: the drafted path; for a chain the whole chain, for a tree the kept path and the first
+    rejected child after it. log_q, log_p: natural logarithms of the probabilities that drafter and
+    target gave each of its tokens. pick: the target's token after the kept part of the path;
+    pick_log_q, pick_log_p: the same for the pick. A log_q is None if the drafter has no
+    distribution, or if its distribution does not contain the token.
     """
 
     drafted: tuple[int, ...]
@@ -40,11 +40,11 @@ class PassDetails:
 
 
 def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, accepted: Tensor) -> Tensor:
-    """[B, 3 D + 2] int64: the path's tokens, then as bits of float32 log q and log p of each, log q
-    and log p of the pick.
+    """Packed details [B, 3 D + 2] int64: the path's tokens, then log q and log p of each and of the
+    pick, as bits of float32.
 
     logits [B, N, V] of the target; accepted [B] int64, kept draft tokens per row after cuts.
-    Entries of the path behind the refused token mean nothing (chains have none).
+    Entries of the path after the rejected token are meaningless (chains have none).
     """
     nodes = _path(proposal, verdict)  # [B, D+1]
     drafted = proposal.tokens.gather(1, nodes)[:, 1:]
@@ -67,7 +67,7 @@ def pass_details(proposal: Proposal, logits: Tensor, verdict: Verdict, accepted:
 
 
 def _path(proposal: Proposal, verdict: Verdict) -> Tensor:
-    """Nodes [B, D+1] of the drafted path: of a tree the kept one and its first child."""
+    """Nodes [B, D+1] of the drafted path; for a tree, the kept path and its first child."""
     tree = proposal.tree
     node = torch.arange(tree.num_nodes, device=proposal.tokens.device)
     if tree.is_chain:
@@ -89,7 +89,7 @@ def _log(logits: Tensor, nodes: Tensor, columns: Tensor) -> Tensor:
 def read_details(
     numbers: Sequence[int], chain: bool, accepted: int, rejected: bool, live: int, pick: int
 ) -> PassDetails:
-    """What `pass_details` packed, for one row. live: drafted levels that counted."""
+    """Unpack one row of `pass_details`. live: drafted levels that counted."""
     depth = (len(numbers) - 2) // 3
     floats = torch.tensor(numbers[depth:], dtype=torch.int32).view(torch.float32).tolist()
     shown = min(depth, live) if chain else min(depth, accepted + int(rejected))

@@ -1,9 +1,9 @@
 """A drafter on another device than its target: a second GPU, or the CPU.
 
-`PlacedDrafter` stands between the decoding loop and the drafter and is a `Drafter` itself. Going
-over: the target's states (of which only what the drafter reads) and the noise's keys. Coming back:
-the drafted tokens, and the tree where the drafter chose it. Noise is never sent; both sides compute
-it from the keys, so drafts agree with the target's picks just as on one device.
+`PlacedDrafter` is a `Drafter` that stands between the decoding loop and the drafter. It sends the
+drafter those of the target's states that it reads, and the noise's keys. It returns the drafted
+tokens, and the tree if the drafter chose it. Noise is never sent: both sides compute it from the
+keys, so drafts agree with the target's picks as on one device.
 
     weights = weights_on(target, torch.device("cuda:1"))
     drafter = PlacedDrafter(load_drafter(folder, target.info, weights), "cuda:1", target.device)
@@ -55,11 +55,11 @@ class Transfer:
 
 
 class PlacedDrafter:
-    """`drafter` living on `device`, as seen from `target_device`.
+    """`drafter` on `device`, used from `target_device`.
 
-    measure: time the copies, for which CUDA devices are synchronised around each; off,
-    `transfer.seconds` stays 0. `transfer` counts what crosses the boundary, also where both sides
-    are one device and nothing is really copied.
+    measure: time the copies, which synchronises CUDA devices around each; if off,
+    `transfer.seconds` stays 0. `transfer` counts all data that crosses the boundary, even if both
+    sides are the same device and nothing is copied.
     """
 
     capturable = False
@@ -78,7 +78,7 @@ class PlacedDrafter:
         self.needs: FeatureSpec = drafter.needs
         self.transfer = Transfer()
         self._tree: tuple[DraftShape, DraftShape] | None = None
-        self._proposed: TokenTree | None = None  # the last proposal's tree, where the drafter lives
+        self._proposed: TokenTree | None = None  # the last proposal's tree, on `device`
         self._noise: tuple[Noise, Any, dict[str, tuple[Tensor, int]]] | None = None
         if isinstance(drafter, nn.Module):
             drafter.to(self.device).eval()
@@ -89,7 +89,7 @@ class PlacedDrafter:
         return self.drafter.start(self._states(seen), self._shape(tree), capacity)
 
     def propose(self, state: Any, noise: Noise) -> Proposal:
-        """The drafter's proposal, brought back to the target's device; see the protocol."""
+        """The drafter's proposal, copied to the target's device; see the protocol."""
         proposal = self.drafter.propose(state, self._keyed(noise))
         self._proposed = proposal.tree
         assert self._tree is not None
@@ -113,11 +113,11 @@ class PlacedDrafter:
         guided.guide(state, self._over(forced))
 
     def forget(self) -> None:
-        """Let the drafter forget other answers, if it keeps any."""
+        """Make the drafter forget other answers, if it keeps any."""
         forget(self.drafter)
 
     def follow(self, target: TargetModel) -> None:
-        """Go on with a target whose weights have changed: the copies of them are made again."""
+        """Continue with a target whose weights have changed: copy them again."""
         if isinstance(self.drafter, TrainableDrafter):
             self.drafter.follow(weights_on(target, self.device))
 
@@ -134,7 +134,7 @@ class PlacedDrafter:
         return TargetStates(tokens, following, positions, valid.bool(), taps, hidden, verified)
 
     def _verification(self, verified: Verified) -> Verified:
-        """A verification on the drafter's device; its tree is the drafter's and stayed there."""
+        """A verification on the drafter's device; its tree is still there."""
         assert self._proposed is not None
         tokens, picks = self._over(torch.stack([verified.tokens, verified.picks])).unbind(0)
         return Verified(tokens, picks, self._proposed, self._over(verified.path))
@@ -187,9 +187,9 @@ class PlacedDrafter:
 
 
 def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights:
-    """The target's shared weights on another device, for building or loading a drafter there:
-    embedding and LM head are copied, logits are computed there, and other tensors are copied when
-    asked for."""
+    """The target's shared weights on another device, for building or loading a drafter there.
+    Embedding and LM head are copied, logits are computed there, and other tensors are copied on
+    access."""
     device = torch.device(device)
     weights = target.weights
     embedding = weights.embedding.to(device)
@@ -203,7 +203,7 @@ def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights
 
 
 class _MovedState(Mapping[str, Tensor]):
-    """Named tensors, each moved to `device` when asked for."""
+    """Named tensors, each moved to `device` on access."""
 
     def __init__(self, state: Mapping[str, Tensor], device: torch.device) -> None:
         self._state, self._device = state, device

@@ -1,4 +1,4 @@
-"""What goes into the decoder and comes out: requests, completions, a record per pass."""
+"""The decoder's input and output: requests, completions, a record per pass."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from inference.decoding.structured.constraint import Constraint
 class Request:
     """One sequence to continue: the prompt's ids; `seed` keys its noise (63 bits).
 
-    sampling: settings of its own, in a session; None: the engine's. ignore_eos: the answer goes on
-    after end-of-text tokens, up to max_new_tokens. constraint: what the answer has to follow; None:
-    the engine's (`decode.structure`). min_tokens: end of text is forbidden before so many new
-    tokens. logprobs: asks for log-probabilities, and takes them.
+    sampling: separate settings, in a session; None: the engine's. ignore_eos: the answer goes on
+    after end-of-text tokens, up to max_new_tokens. constraint: what the answer must follow; None:
+    the engine's (`decode.structure`). min_tokens: end of text is forbidden before this many new
+    tokens. logprobs: the log-probabilities to compute, and their results.
     """
 
     index: int
@@ -33,12 +33,11 @@ class Request:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included),
-    whether a draft was refused.
+    """One verify pass of one row: drafted tokens committed, tokens committed (bonus included), and
+    whether a drafted token was rejected.
 
-    nodes: tokens verified, the root included; live: drafted levels of them that counted (adaptive
-    length). 0 where not recorded. details: what was drafted, where that was asked for. arm: see
-    `Completion`.
+    nodes: tokens verified, the root included; live: drafted levels that counted (adaptive length).
+    Both are 0 if not recorded. details: what was drafted, if requested. arm: see `Completion`.
     """
 
     accepted: int
@@ -55,9 +54,9 @@ class Completion:
     """A finished answer: its new tokens (the end-of-text token included), why it ended, its passes.
 
     finish: "stop" (end of text), "length" (no budget left) or "cancelled". The first token comes
-    from prefill, so len(tokens) == 1 + sum of committed tokens over the passes, unless it was
-    cancelled before its prefill. arm: which of two drafters drafts, 0 or 1, in a request that got
-    its row beside a pair of them (`inference.decoding.pair`); None in others.
+    from prefill, so len(tokens) == 1 + sum of committed tokens over the passes, unless the request
+    was cancelled before its prefill. arm: which of two drafters drafts, 0 or 1, for a request that
+    got its row while a pair was drafting (`inference.decoding.pair`); None for others.
     """
 
     request: Request
@@ -72,7 +71,7 @@ class Completion:
 
     @property
     def tau(self) -> float:
-        """Committed tokens per verify pass; 1.0 where nothing was verified."""
+        """Committed tokens per verify pass; 1.0 if nothing was verified."""
         if not self.passes:
             return 1.0
         return sum(item.committed for item in self.passes) / len(self.passes)

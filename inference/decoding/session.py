@@ -1,5 +1,5 @@
-"""Open-ended decoding: requests come and go while others run. What a server's worker drives, and
-anything else that never ends.
+"""Open-ended decoding: requests come and go while others run. The server's worker uses it, and so
+does any other open-ended decoding.
 
     with Session(engine, capacity=2048, on_tokens=show) as session:
         session.add(Request(0, tokens, seed=1, max_new_tokens=64, sampling=settings))
@@ -7,16 +7,16 @@ anything else that never ends.
             for completion in session.step():
                 ...
 
-Beside `Engine.run`: the buffers are made once, for `decode.batch_size` rows of `capacity` slots;
-requests may bring temperature, top_k, top_p and min_p of their own; a step computes the rows in use
-alone. A request's text is what `Engine.generate` gives for its prompt, seed, settings and rule;
-at temperature 0 every rule decides as match does.
+Differences from `Engine.run`: the buffers are allocated once, for `decode.batch_size` rows of
+`capacity` slots; requests may set temperature, top_k, top_p and min_p; a step computes only the
+rows in use. A request's text is that of `Engine.generate` for its prompt, seed, settings and rule;
+at temperature 0 every rule decides like match.
 
 The drafter may change while requests run (`change_drafter`), and a second one may draft for some of
-them (`pair_with`, `settle`). No token changes with it under rule match or at temperature 0; above
-it, rules that weigh drafts keep the target's distribution.
+them (`pair_with`, `settle`). Under rule match, or at temperature 0, this changes no token. Above
+temperature 0, rules that weigh drafts keep the target's distribution.
 
-Everything is to be called from one thread, the one that made the session.
+Call everything from one thread, the one that made the session.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from inference.decoding.rules.names import AUTO, LOSSLESS
 
 
 class Session:
-    """See the module. details: passes say what was drafted (`PassRecord.details`).
+    """See the module. details: passes report what was drafted (`PassRecord.details`).
 
-    Raises `UserError` for a rule that does not keep the target's distribution, a capacity that the
-    target does not have, and a batch that does not fit into memory.
+    Raises `UserError` for a rule that does not keep the target's distribution, a capacity beyond
+    the target's positions, and a batch that does not fit into memory.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Session:
         self._stack.close()
 
     def _allocate(self) -> None:
-        """Read a token into every row: buffers have full size before the first request."""
+        """Read a token into every row, so that buffers have full size before the first request."""
         rows, device = self.lanes.count, self.engine.target.device
         ones = torch.ones(rows, dtype=torch.int64, device=device)
         zeros, index = torch.zeros_like(ones), torch.arange(rows, device=device)
@@ -102,12 +102,12 @@ class Session:
     # Drafters
 
     def change_drafter(self, drafter: Any) -> list[Completion]:
-        """Let all rows draft with another drafter from the next step on; returns what ended
-        meanwhile. The state of those that run is made anew from their text: the target reads that
-        once more where the drafter needs its features.
+        """Let all rows draft with another drafter from the next step on; returns the completions
+        that ended meanwhile. The state of running rows is rebuilt from their text; the target reads
+        it again if the drafter needs its features.
 
-        Raises `UserError`, and nothing has changed, for plain decoding and a drafter that cannot
-        draft what `decode` asks for, or does not fit into memory.
+        Raises `UserError`, and changes nothing, for plain decoding, for a drafter that cannot draft
+        what `decode` asks for, and for one that does not fit into memory.
         """
         self.check_drafter(drafter)
         return self._go_on(drafter, None)
@@ -115,12 +115,13 @@ class Session:
     def pair_with(
         self, drafter: Any, choose: Callable[[Request], bool] = lambda request: True
     ) -> list[Completion]:
-        """Let another drafter draft for requests that get a row from now on, where `choose` says
-        so; those that run go on with theirs. Both draft for all rows in every step, and of two
-        drafts a row's own is verified (`inference.decoding.pair`). Returns what ended meanwhile.
+        """Let another drafter draft for requests that get a row from now on, if `choose` returns
+        True for them; running requests keep their drafter. Both draft for all rows in every step,
+        and a row's draft is the one that is verified (`inference.decoding.pair`). Returns the
+        completions that ended meanwhile.
 
-        Raises `UserError`, and nothing has changed, as `change_drafter` does, and where two
-        drafters cannot be verified together.
+        Raises `UserError`, and changes nothing, as `change_drafter` does, and if the two drafters
+        cannot be verified together.
         """
         first, target = self.engine.drafter, self.engine.target
         if isinstance(first, DrafterPair):
@@ -134,8 +135,8 @@ class Session:
         return ended + self._go_on(pair, PairState(self.lanes.state, blank, arms))
 
     def settle(self, second: bool) -> list[Completion]:
-        """Go on with one drafter of a pair alone, in all rows; the state of those that drafted with
-        the other is made anew. Returns what ended meanwhile."""
+        """Continue with only one drafter of a pair, in all rows. The state of rows that drafted
+        with the other is rebuilt. Returns the completions that ended meanwhile."""
         pair = self.engine.drafter
         assert isinstance(pair, DrafterPair), "one drafter drafts alone"
         ended, state = self._run.drain(), self.lanes.state
@@ -174,7 +175,7 @@ class Session:
         return ended
 
     def _prepare(self, drafter: Any) -> None:
-        """Let `drafter` be the engine's, as it decodes and does not train."""
+        """Make `drafter` the engine's, set up for decoding."""
         self._tools.close()
         self.engine.drafter = drafter
         self._tools.enter_context(self.engine.decoding())
@@ -193,7 +194,7 @@ class Session:
 
     @property
     def free(self) -> int:
-        """Rows that no request sits in or waits for."""
+        """Rows that no request holds or waits for."""
         return max(0, self.lanes.count - self.running - len(self._run.waiting))
 
     def check(self, request: Request) -> None:
@@ -212,16 +213,17 @@ class Session:
         self.engine.constrained(request)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for a row; raises `UserError` (see `check`)."""
+        """Queue a request for a row; raises `UserError` (see `check`)."""
         self.check(request)
         self._run.waiting.append(self.engine.constrained(request))
 
     def cancel(self, index: int) -> None:
-        """Stop the request with that index at the next step; unknown ones are ignored."""
+        """Stop the request with this index at the next step; unknown ones are ignored."""
         self._run.cancel(index)
 
     def step(self) -> list[Completion]:
-        """Drop what was cancelled, or read prompts, or verify; returns what ended."""
+        """Drop cancelled requests, or read prompts, or verify; returns the completions that
+        ended."""
         run = self._run
         if not run.unfinished:
             run.cancelled.clear()

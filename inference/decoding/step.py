@@ -1,9 +1,9 @@
-"""One step of speculative decoding: propose, verify, accept, commit. Knows no kinds.
+"""One step of speculative decoding: propose, verify, accept, commit. It is independent of kinds.
 
-Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, what lives
-from step to step is updated in place, and nothing here asks the device for a value: so a step can
-be captured as a graph and replayed. What the host may know (how far the longest row has come) it
-can be given; then less of the cache is read.
+Plain decoding is the same step with a tree of one node. All tensors have fixed shapes, state is
+updated in place, and nothing here waits for a value from the device. So a step can be captured as a
+graph and replayed. If the host knows the longest row's length, it passes it to the step, which then
+reads less of the cache.
 
 Legend: B rows, N nodes, D the tree's deepest level, S slots.
 """
@@ -36,13 +36,13 @@ from inference.target.taps import Seen
 
 @dataclass
 class Rows:
-    """The decoding rows on the device, updated in place.
+    """The decoding rows on the device, updated in place; int64 unless noted.
 
-    lengths [B] committed tokens in the cache (the root is at this position, not yet in the cache),
-    root [B] the last committed token, budget [B] new tokens that may still be committed, active [B]
-    bool, seeds [B], endless [B] bool: end of text does not end the row, earliest [B] the first
-    position at which end of text may stand; all others int64. history [B, S] int64: prompt and
-    committed tokens, the root included, for sampling settings that look at the text; else None.
+    lengths [B]: committed tokens in the cache (the root is at this position, not yet in the cache);
+    root [B]: the last committed token; budget [B]: new tokens that may still be committed; active
+    [B] bool; seeds [B]; endless [B] bool: end of text does not end the row; earliest [B]: the first
+    position at which end of text is allowed; history [B, S]: prompt and committed tokens, the root
+    included, for sampling settings that depend on the text, otherwise None.
     """
 
     lengths: Tensor
@@ -80,7 +80,7 @@ class Rows:
         if self.history is not None:
             place = torch.arange(1, result.tokens.shape[1] + 1, device=advance.device)
             slots = (self.lengths[:, None] + place).clamp(max=self.history.shape[1] - 1)
-            # what was not committed is overwritten before it is read
+            # tokens that were not committed are overwritten before they are read
             self.history.scatter_(1, slots, result.tokens)
         last = (advance - 1).clamp(min=0)[:, None]
         self.root.copy_(torch.where(self.active, result.tokens.gather(1, last)[:, 0], self.root))
@@ -94,11 +94,11 @@ class StepResult:
     """What one verification committed, per row.
 
     tokens [B, D+1] int64, of which the first `committed` [B] count (0 for inactive rows); accepted
-    [B] drafted tokens among them; rejected [B] bool: a drafted token was tested and refused; ended
-    [B] bool: end of text or no budget left; live [B] int64: drafted levels that counted
-    (`Proposal.limit`). details [B, 3 D + 2] int64: see `inference.decoding.pass_details`; None
-    where unwanted. logprobs [B, D+1, 2 K + 1] int64 (`inference.decoding.logprobs.token_logprobs`)
-    of `tokens`; None where no row asks.
+    [B]: drafted tokens among them; rejected [B] bool: a drafted token was tested and rejected;
+    ended [B] bool: end of text or no budget left; live [B] int64: drafted levels that counted
+    (`Proposal.limit`). details [B, 3 D + 2] int64: see `inference.decoding.pass_details`; None if
+    not requested. logprobs [B, D+1, 2 K + 1] int64 of `tokens`
+    (`inference.decoding.logprobs.token_logprobs`); None if no row asks for them.
     """
 
     tokens: Tensor
@@ -111,9 +111,9 @@ class StepResult:
     logprobs: Tensor | None = None
 
     def packed(self, times: Tensor | None = None) -> Tensor:
-        """Everything in one int64 tensor [B, D+6] for one copy to the host; behind that details,
-        log-probabilities (`unpacked` cuts there), and the step's times [P] (`StepClock.times`), the
-        same in every row."""
+        """Everything in one int64 tensor for one copy to the host: [B, D+6] columns, then details
+        and log-probabilities (`unpacked` splits these), then the step's times [P]
+        (`StepClock.times`), the same in every row."""
         flags = [self.rejected.to(torch.int64), self.ended.to(torch.int64)]
         counts = [self.committed, self.accepted, *flags, self.live]
         behind = [] if self.details is None else [self.details]
@@ -127,10 +127,10 @@ class StepResult:
 def unpacked(
     numbers: list[int], details: bool, columns: int
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """What stands behind a row's five counts in `StepResult.packed`, without times: tokens [D+1],
-    details, log-probabilities [D+1][columns]. details: whether there are any; columns: of
+    """Split the numbers after a row's five counts in `StepResult.packed`, without times: tokens
+    [D+1], details, log-probabilities [D+1][columns]. details: whether there are any; columns: of
     log-probabilities, or 0."""
-    # (D + 1) (1 + columns), and of details 3 (D + 1) - 1
+    # (D + 1) (1 + columns) numbers, and 3 (D + 1) - 1 of details
     count = (len(numbers) + details) // (1 + columns + 3 * details)
     end = count + (3 * count - 1 if details else 0)
     rest = range(end, len(numbers), columns or 1)
@@ -139,9 +139,9 @@ def unpacked(
 
 @dataclass
 class StepWishes:
-    """What rows of a batch ask for that most do not, set before a step is launched; a captured or
-    compiled step belongs to one answer. logprobs: log-probabilities; ends: that end of text is held
-    back (`Rows.earliest`)."""
+    """Rarely used features that rows of a batch ask for, set before a step is launched. A captured
+    or compiled step belongs to one combination. logprobs: log-probabilities; ends: end of text is
+    forbidden before `Rows.earliest`."""
 
     logprobs: bool = False
     ends: bool = False
@@ -165,7 +165,7 @@ class Decoder:
     clock: StepClock
     eos: Tensor  # [E] int64: end-of-text token ids
     limits: Limits | None = None  # adaptive length
-    details: bool = False  # passes say what was drafted
+    details: bool = False  # passes report what was drafted
     exact: bool = False  # see inference/target/exact.py
     grammars: RowGrammars | None = None  # structured output
     wishes: StepWishes = field(default_factory=StepWishes)  # shared by the decoders of a batch
@@ -179,11 +179,11 @@ class Decoder:
         exact: bool = True,
         length: int | None = None,
     ) -> tuple[StepResult, Any]:
-        """Advance every row by one verification -> what was committed, the drafter's state.
+        """Advance every row by one verification; returns what was committed and the drafter's
+        state.
 
-        longest: the largest of `rows.lengths`, or, if not `exact`, an upper bound of it; None: only
-        the device knows. length: drafted tokens of this step's chain, where it is not the whole
-        one.
+        longest: the largest of `rows.lengths` or, if not `exact`, an upper bound; None: only the
+        device knows it. length: drafted tokens of this step's chain, if not the whole chain.
         """
         grammars = self.grammars if self.constrained else None
         self.clock.border("")
@@ -226,14 +226,14 @@ class Decoder:
 
     @property
     def constrained(self) -> bool:
-        """Whether a row has a grammar: then the step has a place that waits for the host."""
+        """Whether a row has a grammar; the step then waits for the host once."""
         return self.grammars is not None and self.grammars.active
 
     def _permitted(
         self, logits: Tensor, positions: Tensor, rows: Rows, proposal: Proposal
     ) -> Tensor:
-        """The target's logits [B, N, V] after processors, with -inf at what a grammar or a least
-        length forbids."""
+        """The target's logits [B, N, V] after processors, with -inf at tokens that a grammar or the
+        minimum length forbids."""
         if self.processors.active:
             prefix = None
             if rows.history is not None:
@@ -260,7 +260,7 @@ class Decoder:
     def _draft_ahead(
         self, drafter: AheadDrafter, proposal: Proposal, rows: Rows, state: Any
     ) -> None:
-        """Let the drafter draft behind the outcome that it takes the verification to have."""
+        """Let the drafter draft from the outcome that it assumes for the verification."""
         tokens, full = drafter.guess
         committed, _ = self._count(tokens, full, rows)
         valid, positions = self._places(committed, tokens, rows)
@@ -268,8 +268,8 @@ class Decoder:
         drafter.begin(state, run, rows.active, rows.lengths + committed, self.noise)
 
     def _count(self, tokens: Tensor, full: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Of the first `full` [B] of tokens [B, D+1]: how many are committed [B], up to end of text
-        and within the row's budget, and whether the row then ends [B]."""
+        """How many [B] of the first `full` [B] tokens [B, D+1] are committed, up to end of text and
+        within the row's budget, and whether the row then ends [B]."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
         ends = (tokens[..., None] == self.eos).any(-1) & ~rows.endless[:, None]
         first_end = torch.where(ends, place, tokens.shape[1]).amin(1) + 1
@@ -278,13 +278,13 @@ class Decoder:
         return committed, (committed == first_end) | (committed == rows.budget)
 
     def _places(self, committed: Tensor, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Which entries of a committed run count and their positions [B, D+1]; inactive rows have
-        their root's."""
+        """Which entries of a committed run count, and their positions [B, D+1]; for inactive rows,
+        only the root counts."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
         return place < committed.clamp(min=1)[:, None], rows.lengths[:, None] + place
 
     def _cut(self, verdict: Verdict, rows: Rows, proposal: Proposal) -> StepResult:
-        """Cut what the rule kept at end of text and at the row's budget."""
+        """Cut the kept tokens at end of text and at the row's budget."""
         tokens, full = verdict.tokens, verdict.accepted + 1
         committed, ended = self._count(tokens, full, rows)
         cut = committed < full
@@ -296,7 +296,8 @@ class Decoder:
     def _seen(
         self, proposal: Proposal, result: StepResult, path: Tensor, rows: Rows, seen: Seen
     ) -> TargetStates:
-        """What the drafter receives: the accepted run with true states; inactive rows, the root."""
+        """What the drafter receives: the accepted run with the target's states; the root for
+        inactive rows."""
         valid, positions = self._places(result.committed, path, rows)
         tokens, taps, hidden = proposal.tokens, seen.taps, seen.last_hidden
         if not proposal.tree.is_chain:
@@ -307,8 +308,8 @@ class Decoder:
 
 
 def without_early_ends(logits: Tensor, positions: Tensor, earliest: Tensor, eos: Tensor) -> Tensor:
-    """Logits [B, N, V] with -inf for end of text `eos` [E] where the token behind a node stands
-    before the row's `earliest` [B]; positions [B, N]: the nodes'."""
+    """Logits [B, N, V] with -inf for end of text `eos` [E] if the token after a node is before the
+    row's `earliest` [B]; positions [B, N]: the nodes'."""
     early = (positions + 1 < earliest[:, None])[..., None]
     held = logits.index_select(-1, eos).masked_fill(early, float("-inf"))
     return logits.index_copy(-1, eos, held)

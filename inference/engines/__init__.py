@@ -1,1 +1,1 @@
-"""Serving engines as their clients see them: requests, streamed answers, counters."""
+"""Serving engines from the client's side: requests, streamed answers, counters."""

@@ -1,8 +1,9 @@
-"""One OpenAI-compatible server: its model, its metrics, and streamed answers with the times at
-which their pieces came.
+"""One OpenAI-compatible server: its model, its metrics, and streamed answers with the arrival times
+of their pieces.
 
-The key comes from an environment variable and stands in no message. `PassingError` is what may
-pass (an error of the server, a broken connection, no answer in time); what cannot is a `UserError`.
+The key comes from an environment variable and does not appear in messages. `PassingError` is raised
+for temporary errors (an error of the server, a broken connection, no answer in time), `UserError`
+for permanent ones.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ CHAT, TEXT = "chat", "completions"
 PATHS = {CHAT: "/v1/chat/completions", TEXT: "/v1/completions"}
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 QUOTED = 300
-"""Characters of a server's own words in a message."""
+"""Most characters of a server's message that an error quotes."""
 Json = dict[str, Any]
 
 
 class PassingError(Exception):
-    """Something that may pass. wait: seconds that the server asked for."""
+    """A temporary error. wait: seconds that the server asked the client to wait."""
 
     def __init__(self, reason: str, wait: float = 0.0) -> None:
         super().__init__(reason)
@@ -41,8 +42,8 @@ class PassingError(Exception):
 
 @dataclass
 class Answer:
-    """A streamed answer. Times are seconds of one monotonic clock; arrivals: of the events that
-    carried text; last: the response's last JSON, which may say what was accepted."""
+    """A streamed answer. Times are seconds of one monotonic clock; arrivals: of the events with
+    text; last: the fields of the response's events, which may include acceptance figures."""
 
     text: str = ""
     tokens: int = 0
@@ -69,7 +70,7 @@ class Endpoint:
     def __init__(
         self, address: str, setting: str, key_variable: str, timeout: float, metrics: str = ""
     ) -> None:
-        """Raises `UserError` for an address that is none."""
+        """Raises `UserError` for an invalid address."""
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(
@@ -89,7 +90,7 @@ class Endpoint:
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=timeout,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            # Proxies of the environment stand before the internet, not before a cluster's servers.
+            # The environment's proxies are for the internet, not for a cluster's servers.
             trust_env=parts.scheme == "https",
         )
 
@@ -97,8 +98,8 @@ class Endpoint:
         await self.client.aclose()
 
     async def find_model(self, wanted: str) -> None:
-        """Look which model is served. Raises `UserError` unless it is `wanted`, or the only one;
-        `PassingError` where the server does not answer."""
+        """Find the served model. Raises `UserError` unless it is `wanted` or the only one, and
+        `PassingError` if the server does not answer."""
         content = await self._json("GET", "/v1/models")
         data = content.get("data")
         rows = data if isinstance(data, list) else []
@@ -120,8 +121,8 @@ class Endpoint:
             )
 
     async def look(self) -> list[Sample] | None:
-        """Its metrics; None where it shows none. Raises `UserError` for what is not in Prometheus'
-        text format."""
+        """The server's metrics; None if it has none. Raises `UserError` if they are not in
+        Prometheus' text format."""
         named = [self.metrics] if self.metrics else [self.base + path for path in METRICS_PATHS]
         unreadable = ""
         for place in named:
@@ -145,7 +146,7 @@ class Endpoint:
         return None
 
     async def count_tokens(self, body: Json) -> int | None:
-        """Tokens of a prompt by the server's own /tokenize; None where it has none."""
+        """Tokens of a prompt by the server's /tokenize; None if it has no such route."""
         answer = await self._request("POST", "/tokenize", {"model": self.model, **body})
         if not answer.is_success:
             return None
@@ -196,7 +197,7 @@ class Endpoint:
         """Add an event to an answer."""
         try:
             event = json.loads(data)
-        except ValueError as error:  # it is cut where a connection is
+        except ValueError as error:  # a broken connection cuts it off
             raise PassingError(f"{self.base} sent an event that is no JSON ({error})") from error
         if not isinstance(event, dict):
             raise PassingError(f"{self.base} sent an event that is no JSON object")
@@ -235,7 +236,7 @@ class Endpoint:
         return content
 
     def _check(self, answer: httpx.Response) -> None:
-        """Raise for a status that is an error."""
+        """Raise `PassingError` or `UserError` for an error status."""
         status, said = answer.status_code, self._quote(answer.text)
         if answer.is_success:
             return
@@ -256,18 +257,19 @@ class Endpoint:
         return f"{self.base}: {type(error).__name__} {error}".strip()
 
     def _quote(self, said: object) -> str:
-        """A server's own words on one line; some repeat the key that they refuse."""
+        """A server's message on one line, without the key, which some servers repeat."""
         text = said if isinstance(said, str) else json.dumps(said)
         text = text.replace(self._key, "***") if self._key else text
         return " ".join(text.split())[:QUOTED]
 
 
 def steps_of(arrivals: Sequence[float], share: float = 0.25) -> int:
-    """Verifications behind the events of a stream: events that came together are one.
+    """The number of verifications behind the events of a stream: events that arrived together count
+    as one.
 
-    Two events belong together when less than `share` of the usual time of a step lies between them;
-    the usual time is the 95th percentile of all gaps, which is a step's also where most events are
-    sent in bursts.
+    Two events belong together if the time between them is less than `share` of the usual time of a
+    step. The usual time is the 95th percentile of all gaps, which is a step's time even if most
+    events are sent in bursts.
     """
     gaps = [after - before for before, after in pairwise(arrivals)]
     if not gaps:

@@ -1,13 +1,12 @@
-"""What engines count of speculation: the one table of their counters, and the differences between
-two looks at them.
+"""Engines' counters of speculation: a table of their names, and differences between two readings.
 
-Three numbers describe a stretch of decoding: passes (verifications, of one request each), accepted
-drafted tokens, and committed tokens. Every pass commits what it accepted and one token of the
-target's own, so where an engine counts two of them, the third follows; the first token of an answer
-comes from the prompt's pass and is not among them. tau = committed / passes. What differs from
-engine to engine is said by `EngineCounters.definition`.
+Three numbers describe a period of decoding: passes (verifications, of one request each), accepted
+drafted tokens, and committed tokens. Every pass commits its accepted tokens and one token of the
+target, so if an engine counts two of the numbers, the third follows. The first token of an answer
+comes from the prompt's pass and does not count. tau = committed / passes.
+`EngineCounters.definition` describes the differences between engines.
 
-Counters only rise. One that fell belongs to a server that was started again.
+Counters only rise. If one fell, the server was restarted.
 
 Legend: K drafted positions.
 """
@@ -21,16 +20,16 @@ from math import isfinite
 from prometheus_client.samples import Sample
 
 ANSWERED = ("stop", "length")
-"""Outcomes of requests that were answered, where an engine tells outcomes apart."""
+"""Outcomes of answered requests, for engines that distinguish outcomes."""
 
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """The names of an engine's counters; empty for what it does not count.
+    """The names of an engine's counters; empty if the engine does not have one.
 
     outcome: the label of `requests` that says how they ended (empty: all were answered).
-    by_position: accepted drafted tokens by position, in the label `position`, the first one being
-    `first`; drafted_by_position: the same of drafted ones. length: a gauge of tau.
+    by_position: accepted drafted tokens by position, which is in the label `position` and begins at
+    `first`; drafted_by_position: the same for drafted tokens. length: a gauge of tau.
     """
 
     name: str
@@ -51,12 +50,12 @@ class EngineCounters:
 
     @property
     def speculation(self) -> set[str]:
-        """The names of which one at least is there when the engine speculates."""
+        """Names of which at least one exists if the engine speculates."""
         return {self.passes, self.accepted, self.by_position, self.length} - {""}
 
     @property
     def names(self) -> set[str]:
-        """All names."""
+        """All names of counters and gauges."""
         other = ("name", "outcome", "position", "first", "definition")
         found = {str(getattr(self, item.name)) for item in fields(self) if item.name not in other}
         return found - {""}
@@ -130,32 +129,32 @@ TENSORRT_TOTALS = EngineCounters(
     "version of TensorRT-LLM does not count its steps",
 )
 ENGINES = (HEADSTART, VLLM, SGLANG, SGLANG_GAUGE, TENSORRT, TENSORRT_TOTALS)
-"""Where an engine stands twice, the entry with the better counters comes first."""
+"""If an engine has two entries, the one with the better counters comes first."""
 METRICS_PATHS = ("/metrics", "/prometheus/metrics")
-"""Where servers show their metrics; TensorRT-LLM shows something else at the first."""
+"""Paths of servers' metrics; TensorRT-LLM serves something else at the first."""
 
 
 def known_engines() -> str:
-    """Their names, for messages."""
+    """The engines' names, for messages."""
     return ", ".join(dict.fromkeys(engine.name for engine in ENGINES))
 
 
 def identify(samples: Iterable[Sample]) -> EngineCounters | None:
-    """The engine whose counters these are: one that speculates, else one that shows any of its
-    names; None for metrics of something else."""
+    """The engine that has these counters: one that speculates, otherwise one of whose names any
+    exists; None for metrics of something else."""
     seen = {sample.name for sample in samples}
     found = [engine for engine in ENGINES if engine.names & seen]
     return next((one for one in found if one.speculation & seen), next(iter(found), None))
 
 
 class ResetError(Exception):
-    """A counter has fallen: the server was started again."""
+    """A counter has fallen: the server was restarted."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """An engine's counters at one time, for one domain or for all. Numbers are None for what is not
-    counted; by_position, drafted_by_position: [K]."""
+    """An engine's counters at one time, for one domain or for all. Numbers that are not counted are
+    None; by_position, drafted_by_position: [K]."""
 
     requests: float | None = None
     tokens: float | None = None
@@ -168,7 +167,8 @@ class Look:
     length: float | None = None
 
     def since(self, before: Look) -> Look:
-        """The differences; of the gauge, its value now. Raises `ResetError` where one fell."""
+        """The differences from `before`; for the gauge, its current value. Raises `ResetError` if a
+        counter fell."""
         changes: dict[str, float | tuple[float, ...] | None] = {"length": self.length}
         for name in (item.name for item in fields(Look) if item.name != "length"):
             now, then = getattr(self, name), getattr(before, name)
@@ -204,7 +204,7 @@ def read_look(samples: Sequence[Sample], engine: EngineCounters) -> Look:
 
 
 def read_domains(samples: Sequence[Sample], engine: EngineCounters) -> dict[str, Look]:
-    """The same by the label `domain`; "" for an engine that has none."""
+    """The counters by the label `domain`; "" for an engine without domains."""
     split: dict[str, list[Sample]] = {}
     for sample in samples:
         split.setdefault(sample.labels.get("domain", ""), []).append(sample)
@@ -220,7 +220,7 @@ def _total(samples: Iterable[Sample], name: str, engine: EngineCounters) -> floa
     ]
     if not values or not all(map(isfinite, values)):
         return None
-    if name == engine.length:  # 0 where nothing is drafted
+    if name == engine.length:  # 0 if nothing is drafted
         return sum(values) / len(values) or None
     return sum(values)
 
@@ -242,8 +242,8 @@ def _by_position(samples: Iterable[Sample], name: str, engine: EngineCounters) -
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What speculation did over a stretch of decoding. drafted: None where it is not counted;
-    by_position: passes that accepted position i + 1 [K], empty where unknown."""
+    """The results of speculation over a period of decoding. drafted: None if not counted;
+    by_position: passes that accepted position i + 1 [K], empty if unknown."""
 
     passes: float
     committed: float
@@ -253,8 +253,8 @@ class Acceptance:
 
 
 def acceptance(change: Look, answers: int, tokens: int) -> Acceptance | None:
-    """What counters say of a stretch. answers, tokens: those that ended in it as clients counted
-    them, for engines that do not. None where nothing was counted of speculation."""
+    """The acceptance over a period, from its counters; None if speculation was not counted.
+    answers, tokens: the clients' counts for the period, for engines that do not count them."""
     generated = tokens if change.tokens is None else change.tokens
     ended = answers if change.requests is None else change.requests
     passes, committed, accepted = change.passes, change.committed, change.accepted
@@ -279,7 +279,7 @@ def acceptance(change: Look, answers: int, tokens: int) -> Acceptance | None:
 
 def of_response(content: Mapping[str, object]) -> tuple[str, str, Acceptance] | None:
     """(engine, definition, acceptance) of a single response, or of the last event of a streamed
-    one; None where it says nothing of speculation.
+    one; None if it has no figures of speculation.
 
     vLLM: `metrics.speculative_decoding` (--per-request-spec-decode-metrics); llama.cpp: `timings`;
     `headstart serve`: `headstart`.

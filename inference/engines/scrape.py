@@ -1,4 +1,4 @@
-"""Reads what a server exposes at /metrics, in Prometheus' text format."""
+"""Reads a server's /metrics, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from prometheus_client.samples import Sample
 
 
 def read_samples(text: str) -> Iterator[Sample]:
-    """The samples in `text`, in order; raises `ValueError` naming a line that is none."""
+    """The samples in `text`, in order; raises `ValueError` with the number of an invalid line."""
     for number, line in enumerate(text.splitlines(), 1):
-        # Line by line: the parser's errors do not say where they are.
+        # Line by line, as the parser's errors do not contain a line number.
         try:
             families = list(text_string_to_metric_families(line))
         except ValueError as error:

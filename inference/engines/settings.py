@@ -1,7 +1,7 @@
-"""Decode settings that engines take, made of the drafts that were chosen per batch size.
+"""Decode settings for serving engines, derived from the drafts that were chosen per batch size.
 
-`SETTINGS` is the table of docs/serving.md: what a setting of ours is called where, and since which
-version it was read. A test compares vLLM's names with the installed version.
+`SETTINGS` is the table of docs/serving.md: the names of a Headstart setting in each engine, read
+from the versions in `VERSIONS`. A test compares vLLM's names with the installed version.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from inference.decoding.draft import NONE, Draft
 
 Json = dict[str, Any]
 LENGTHS = "num_speculative_tokens_per_batch_size"
-"""vLLM's draft lengths per batch size: [first, last, tokens], which go on beyond the last."""
+"""vLLM's draft lengths per batch size: [first, last, tokens]; the last entry also applies beyond
+its end."""
 TOKENS = "num_speculative_tokens"
 SCHEDULED = ("eagle", "eagle3", "draft_model", "mtp")
-"""Methods of vLLM that draft token by token, so that any length may be asked of them."""
+"""Methods of vLLM that draft token by token, so that any length is possible."""
 TREES = ("eagle", "eagle3")
 """Methods for which SGLang drafts trees."""
 
@@ -26,7 +27,8 @@ TREES = ("eagle", "eagle3")
 @dataclass(frozen=True)
 class Setting:
     """A setting by engine. vllm: a field of its `--speculative-config`; sglang, llama_cpp: options
-    of the server; empty: the version read has none. Names in parentheses decide by themselves."""
+    of the server; empty: the version read has none. Names in parentheses are features that decide
+    by themselves."""
 
     ours: str
     vllm: str
@@ -60,7 +62,7 @@ SETTINGS = (
     ),
 )
 ABSENT = ("speculative_token_tree", "disable_by_batch_size")
-"""Fields that other versions of vLLM had, and the version of the table has not."""
+"""Fields that other versions of vLLM had, but the version of the table does not have."""
 
 
 def markdown() -> str:
@@ -78,9 +80,9 @@ def markdown() -> str:
 
 
 def ranges(depths: Mapping[int, int]) -> list[list[int]]:
-    """vLLM's ranges [first, last, tokens] of draft lengths by batch size: every batch size has the
-    length of the nearest one (as a ratio, ties to the smaller); neighbours of one length are one
-    range."""
+    """vLLM's ranges [first, last, tokens] of draft lengths by batch size. Every batch size gets the
+    length of the nearest one in `depths` (as a ratio, ties to the smaller); neighbours with the
+    same length form one range."""
     sizes, found = sorted(depths), list[list[int]]()
     for place, size in enumerate(sizes):
         last = math.isqrt(size * sizes[place + 1]) if place + 1 < len(sizes) else size
@@ -93,14 +95,14 @@ def ranges(depths: Mapping[int, int]) -> list[list[int]]:
 
 
 def length_at(schedule: Sequence[Sequence[int]], batch: int) -> int:
-    """The draft length of a batch size by such ranges."""
+    """The draft length for a batch size, by the ranges of `ranges`."""
     below = [tokens for first, _, tokens in schedule if first <= batch]
     return below[-1]
 
 
 def vllm_settings(drafts: Mapping[int, Draft]) -> Json:
-    """Fields of vLLM's speculative_config for greedy drafts by batch size: chains and trees as
-    their depth, 0 where no draft was faster. Empty if nothing speculates."""
+    """Fields of vLLM's speculative_config for greedy drafts by batch size. Chains and trees count
+    with their depth, and 0 means that no draft was faster. Empty if nothing speculates."""
     depths = {batch: draft.depth for batch, draft in drafts.items()}
     most = max(depths.values(), default=0)
     if not most:
@@ -110,8 +112,8 @@ def vllm_settings(drafts: Mapping[int, Draft]) -> Json:
 
 
 def sglang_settings(drafts: Mapping[int, Draft]) -> Json:
-    """SGLang's options, by their names, for the smallest batch size that speculates. Its trees are
-    grown by the drafter's probabilities; a static tree becomes one of its depth, width and size."""
+    """SGLang's options, by name, for the smallest batch size that speculates. SGLang grows trees by
+    the drafter's probabilities; a static tree becomes such a tree of its depth, width and size."""
     chosen = next((drafts[batch] for batch in sorted(drafts) if drafts[batch] != NONE), None)
     if chosen is None:
         return {}
@@ -133,7 +135,7 @@ def llama_cpp_settings(drafts: Mapping[int, Draft]) -> Json:
 
 
 def engine_settings(drafts: Mapping[int, Draft]) -> dict[str, Json]:
-    """What each engine takes of greedy drafts by batch size."""
+    """The settings of each engine for greedy drafts by batch size."""
     return {
         "vllm": vllm_settings(drafts),
         "sglang": sglang_settings(drafts),
@@ -142,8 +144,8 @@ def engine_settings(drafts: Mapping[int, Draft]) -> dict[str, Json]:
 
 
 def greedy_drafts(rows: Iterable[tuple[int, float, Draft]]) -> dict[int, Draft]:
-    """The drafts by batch size of the rows (batch size, temperature, draft) that are the coldest:
-    the greedy ones, where there are any."""
+    """The drafts by batch size of the rows (batch size, temperature, draft) with the lowest
+    temperature: the greedy ones, if there are any."""
     listed = list(rows)
     coldest = min((temperature for _, temperature, _ in listed), default=0.0)
     return {batch: draft for batch, temperature, draft in listed if temperature == coldest}

@@ -1,1 +1,1 @@
-"""Fast paths of single operations, each tested against its plain-torch meaning."""
+"""Fast implementations of single operations, each tested against its reference in plain torch."""

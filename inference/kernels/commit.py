@@ -1,10 +1,10 @@
-"""Triton kernels that write and commit a verification: a layer's fresh keys and values, the walk
+"""Triton kernels that write and commit a verification: a layer's new keys and values, the walk
 along accepted nodes, and the compaction of all layers' keys and values.
 
-Meaning: `reference/commit.py`. In plain torch the walk is a dozen small operations over [B, N, N]
-and each layer's compaction four, at 3-10 us a launch; here the walk is one launch and the
-compaction one per group of equal layers. Neither computes anything: the results are equal to the
-references' bit by bit.
+Reference: `reference/commit.py`. In plain torch the walk is a dozen small operations over [B, N, N]
+and each layer's compaction four, at 3-10 us per launch. Here the walk is one launch, and the
+compaction is one per group of equal layers. Neither does floating-point arithmetic: the results
+equal the references' bit by bit.
 
 Legend: L layers, B rows, N nodes, h key/value heads, S slots, C and E numbers per key and value, D
 the tree's deepest level.
@@ -21,7 +21,7 @@ from heads.api.tree import TokenTree
 from inference.decoding.rules.accept import Walk
 
 MAX_TILE_COLUMNS = 64
-"""Columns that one program moves: with D+1 <= 16 rows that is at most 8 numbers per thread."""
+"""Columns that one program moves: with D+1 <= 16 rows, at most 8 numbers per thread."""
 
 
 def accept_walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:

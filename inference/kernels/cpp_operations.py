@@ -1,7 +1,8 @@
-"""C++ functions that inductor calls inside compiled steps on CPUs, in place of operations of ours.
+"""C++ functions that inductor calls inside compiled steps on CPUs, instead of Headstart's custom
+operations.
 
-An operation exists for tracing, where it runs its reference; `in_cpp` lets inductor put the C++ of
-every operation registered by `call_in_cpp` into the code that it generates, and call it.
+In a trace, an operation runs its reference. Within `in_cpp`, inductor puts the C++ of every
+operation registered by `call_in_cpp` into the code that it generates, and calls it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# The name is inductor's for an operation on a CPU. It puts `extern` before and a semicolon behind,
-# and all of it between the braces of an `extern "C"`.
+# Inductor calls an operation on a CPU by this name. It adds `extern` before the text and a
+# semicolon after it, and puts all of it between the braces of an `extern "C"`.
 _FUNCTION = """AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle* out);
 }}
 {source}
@@ -28,10 +29,11 @@ _functions: dict[Any, str] = {}
 
 
 def call_in_cpp(operation: Any, source: Path, arguments: str) -> None:
-    """Register the C++ of `operation`: `source` defines headstart::<the operation's name>.
+    """Register the C++ of `operation`: `source` defines headstart::<the operation's name>, which
+    returns the result's handle.
 
     arguments: its C++ parameters, as inductor passes them: tensors are AtenTensorHandle, optional
-    ones a pointer to it, numbers double or int64_t. It returns the result's handle.
+    ones a pointer to it, numbers double or int64_t.
     """
     overload = operation._opoverload
     name = overload._schema.name.split("::")[1]
@@ -49,7 +51,7 @@ def cpp_sources() -> list[str]:
 
 @contextmanager
 def in_cpp() -> Iterator[None]:
-    """Let what inductor compiles within the block call the C++ functions."""
+    """Within the block, code that inductor compiles calls the C++ functions."""
     import torch._inductor.config as inductor_config  # seconds to import
 
     known = inductor_config.aot_inductor.custom_ops_to_c_shims

@@ -1,8 +1,8 @@
 """The pick with noise inside compiled steps on CPUs: an operation that is one C++ function.
 
-Meaning: `inference.kernels.reference.noise.noise_pick`. Traced in plain torch, the noise is dozens
-of small operations per call, which take inductor longer to compile than the rest of a draft, and
-every column's noise is computed. float32 alone.
+Reference: `inference.kernels.reference.noise.noise_pick`. Traced in plain torch, the noise is
+dozens of small operations per call. Inductor takes longer to compile them than the rest of a draft,
+and they compute every column's noise. Only float32 is supported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def noise_pick(
     temperature: float,
     token_ids: Tensor | None = None,
 ) -> Tensor:
-    """As `inference.kernels.reference.noise.noise_pick`, as one operation of a trace."""
+    """`inference.kernels.reference.noise.noise_pick` as one operation of a trace."""
     if seeds is None or temperature == 0:
         return logits.argmax(-1)
     ids = None if token_ids is None else token_ids.contiguous()

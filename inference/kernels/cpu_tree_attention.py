@@ -1,9 +1,9 @@
 """Tree attention inside compiled steps on CPUs: an operation that is one C++ function.
 
-Meaning: `inference.kernels.reference.attention.tree_attention`. torch's own attention reads every
-slot that its mask speaks of, so a compiled step, whose shapes are fixed, would read the whole cache
-for the shortest text. This one reads the lengths and then only what is committed, and needs no
-mask. float32 alone.
+Reference: `inference.kernels.reference.attention.tree_attention`. torch's attention reads every
+slot of its mask, so a compiled step, whose shapes are fixed, would read the whole cache even for
+the shortest text. This operation reads the lengths and then only the committed slots, and needs no
+mask. Only float32 is supported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def tree_attention(
     at: Tensor | None = None,
     invariant: bool = False,
 ) -> Tensor:
-    """As `inference.kernels.reference.attention.tree_attention`, as one operation of a trace.
-    invariant: it always is, query by query."""
+    """`inference.kernels.reference.attention.tree_attention` as one operation of a trace.
+    invariant: ignored, as it always computes query by query."""
     arguments = query, keys, values, lengths, words, depth, depth if at is None else at
     return _operation(*arguments, scaling, window or 0, softcap or 0.0, sinks)
 

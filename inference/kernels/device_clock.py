@@ -1,8 +1,8 @@
-"""Triton kernel that writes a GPU's clock to memory, behind all that was launched before it.
+"""Triton kernel that writes a GPU's clock to memory, after all work launched before it.
 
-Meaning: `reference/device_clock.py`. The clock is `%globaltimer` (PTX ISA, special registers):
-nanoseconds, the same for all processors of a GPU, advancing in steps of up to a microsecond. A
-launch reads it in place: within a captured graph at every replay.
+Reference: `reference/device_clock.py`. The clock is `%globaltimer` (PTX ISA, special registers):
+nanoseconds, the same for all processors of a GPU, advancing in steps of up to a microsecond. The
+clock is read when the kernel runs; in a captured graph, at every replay.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Attention of drafters over their caches by the tree attention kernel.
+"""Attention of drafters over their caches with the tree attention kernel.
 
-Meaning: `inference.kernels.reference.attention.tree_attention`. Torch's attention takes a mask over
-all slots and reads them all; a captured or compiled step has to, whatever is committed. The kernel
-reads the lengths and then what is committed. Drafters say what their queries see
-(`heads.nn.drafting.sight`) and know no kernels; within `drafter_kernel` they attend by this one
-where it runs, and by torch's attention elsewhere.
+Reference: `inference.kernels.reference.attention.tree_attention`. Torch's attention takes a mask
+over all slots and reads all of them, which in a captured or compiled step means the whole cache.
+The kernel reads the lengths and then only the committed slots. Drafters specify what their queries
+see (`heads.nn.drafting.sight`) and do not depend on kernels. Within `drafter_kernel` they use this
+kernel if it runs on the device, and torch's attention otherwise.
 
 Legend: B rows, Q queries, S slots, h query heads, g key/value heads, D head size, E value size.
 """
@@ -21,8 +21,8 @@ from heads.nn.drafting.sight import Sight, cache_kernel
 from inference.kernels.reference.attention import TREE_ATTENTION
 
 MOST_QUERIES = 64
-"""Queries of a row that the kernel takes: a level of a draft or a committed run. Those of a prompt
-would need a bit for every token of it, and scratch memory by the hundreds of megabytes."""
+"""Most queries of a row for the kernel: enough for a level of a draft or a committed run. A
+prompt's queries would each need a bit per token, and hundreds of megabytes of scratch memory."""
 
 
 def drafter_attention(
@@ -40,5 +40,5 @@ def drafter_attention(
 
 
 def drafter_kernel() -> AbstractContextManager[None]:
-    """Within the block drafters use the kernel where it runs."""
+    """Within the block, drafters use the kernel if it runs on their device."""
     return cache_kernel(drafter_attention)

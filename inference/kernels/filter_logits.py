@@ -1,11 +1,11 @@
 """Top-k, top-p and min-p without sorting the vocabulary, in Triton: one program per position.
 
-Meaning: `reference/filters.py`. Sorting 150,000 logits takes longer than reading them a hundred
-times. A threshold is found by bisection instead: logits are read as integers of the same order, and
-32 times the count, or the mass, of what lies above the middle is taken, with the logits in the
-level-2 cache. A position's sums are taken in the same order alone and among others.
+Reference: `reference/filters.py`. Sorting 150,000 logits takes longer than reading them a hundred
+times, so the threshold is found by bisection. Logits are read as integers of the same order, and
+the count, or the mass, of those above the midpoint is computed 32 times, with the logits in the
+level-2 cache. The order of a position's sums does not depend on other positions.
 
-Legend: R rows with settings of their own, M positions of each, V vocabulary.
+Legend: R rows with separate settings, M positions of each, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Triton kernel of the draft heads' residual blocks: all heads in one launch.
 
-Meaning: `reference/heads.py`. Whether it beats cuBLAS is not measured on a GPU. Estimates speak
-against large gains. Both paths read the weights once, K
-* H * H numbers; the reference moves about 6 * K * M * H more (the product is written, read,
-activated, written, read and added to the states), which at H = 4096 is 0.15 % more for one row and
-2.3 % for sixteen. What is left to win are two launches per block and whatever cuBLAS leaves of the
-bandwidth at so few rows (70-85 % of it is typical for skinny products). So nobody should expect it
-to be faster before a GPU has shown it, and the reference is the default; HEADSTART_KERNELS=triton
-chooses the kernel.
+Reference: `reference/heads.py`. Whether the kernel is faster than cuBLAS has not been measured on a
+GPU, and estimates predict no large gain. Both paths read the weights once, K * H * H numbers. The
+reference moves about 6 * K * M * H more (the product is written, read, activated, written, read and
+added to the states), which at H = 4096 is 0.15 % more for one row and 2.3 % for sixteen. The
+possible gains are two launches per block, and the bandwidth that cuBLAS does not use with so few
+rows (70-85 % of the bandwidth is typical for skinny products). So the reference is the default
+until a GPU has shown a gain; HEADSTART_KERNELS=triton selects the kernel.
 
 Sums are float32, and the result is rounded once (the reference rounds three times).
 
@@ -25,7 +24,7 @@ from heads.kernels.dispatch import is_interpreted
 from inference.kernels.reference import heads as reference_heads
 
 MAX_ROWS = 16
-"""Rows of a tensor core tile; with more, weights are read again and cuBLAS is best."""
+"""Rows of a tensor core tile; with more rows, weights are read again and cuBLAS is faster."""
 OUTPUTS, INPUTS = 32, 128
 """Tile of the weights: 8 KiB in bfloat16; 512 programs of 32 steps at K = 4, H = 4096."""
 
@@ -44,7 +43,7 @@ def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ROWS=MAX_ROWS,
         OUTPUTS=OUTPUTS,
         INPUTS=INPUTS,
-        # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
+        # the interpreter stores bfloat16 as raw bits, which numpy cannot multiply
         UPCAST=is_interpreted() and states.dtype == torch.bfloat16,
         num_warps=4,
         num_stages=4,

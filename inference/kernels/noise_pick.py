@@ -1,18 +1,18 @@
 """Triton kernels of the position-keyed noise: the noise itself, and temperature, noise and argmax
 in one pass over the logits.
 
-Meaning: `reference/noise.py`. In plain torch a sampled pick writes and reads some twenty tensors of
-[B, N, V]; here the logits are read once and two numbers per program are written. The vocabulary is
-split over programs and a second kernel takes the best of their bests; which one that is does not
-depend on the split, because a larger score wins and of equal ones the lower column.
+Reference: `reference/noise.py`. In plain torch a sampled pick writes and reads some twenty tensors
+of [B, N, V]; here the logits are read once, and two numbers per program are written. The vocabulary
+is split over programs, and a second kernel takes the best of their results. The pick does not
+depend on the split: the larger score wins and, of equal scores, the lower column.
 
-The integer bits equal the reference's. The logarithms are written out here in float32 additions,
-products and fused products, which IEEE 754 defines to the last bit: so the noise is the same under
-the interpreter and on every GPU, whatever their libraries do. log(2^e (1 + f)) = e ln 2 + f - f^2 /
+The integer bits equal the reference's. The logarithms are computed from float32 additions, products
+and fused products, which IEEE 754 defines to the last bit. So the noise is the same in the
+interpreter and on every GPU, independent of their libraries. log(2^e (1 + f)) = e ln 2 + f - f^2 /
 2 + f^3 Q(f) for f in [-1/3, 1/3], with Q a weighted minimax fit of degree 7 (relative error of the
 sum 0.08 * 2^-24). log(1 - v) needs no rounded 1 - v: at every v, f = 2^-e (1 - v) - 1 is exact in
 one fused product; for v <= 1/3 it is -v itself, which keeps full precision down to the smallest v,
-2^-33. There is no 64-bit float.
+2^-33. No 64-bit floats are used.
 
 Legend: B rows, M positions per row, N nodes, V columns.
 """
@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Columns that one program looks at together."""
+"""Columns that one program processes together."""
 PROGRAMS = 2048
-"""Programs that keep a large GPU busy; with more work, each takes several blocks."""
+"""Programs that keep a large GPU busy; with more work, each processes several blocks."""
 MAX_STEPS = 8
 
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -74,7 +74,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 def noise_and_bits(
     seeds: Tensor, positions: Tensor, token_ids: Tensor, with_bits: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The noise float32 [B, M, V] and, if wanted, its bits as int32 [B, M, V]."""
+    """The noise float32 [B, M, V] and, if requested, its bits as int32 [B, M, V]."""
     rows, places = positions.shape
     size = token_ids.shape[0]
     noise = torch.empty(rows, places, size, device=seeds.device)

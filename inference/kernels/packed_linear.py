@@ -1,21 +1,21 @@
-"""Linear layers with weights laid out for small batches, on CPUs.
+"""Linear layers with weights packed for small batches, on CPUs.
 
-Decoding multiplies a handful of rows (1 for plain decoding, the tree's nodes for verification) with
-every weight. torch's default path can be slow there: with a [2048, 2048] float32 weight that comes
-from memory, one core of a Xeon multiplies 10 rows in 5.5 ms by `F.linear` and in 2.1 ms with a
-oneDNN-packed weight. Packing copies the weight once. Meaning: `F.linear`.
+Decoding multiplies a few rows (1 for plain decoding, the tree's nodes for verification) with every
+weight. torch's default path can be slow for this: with a [2048, 2048] float32 weight read from
+memory, one core of a Xeon multiplies 10 rows in 5.5 ms with `F.linear` and in 2.1 ms with a
+oneDNN-packed weight. Packing copies the weight once. Reference: `F.linear`.
 
-A packed product costs some 40 us more per call there, so on Intel's CPUs, where the library behind
-`F.linear` (MKL) has kernels of its own, small weights and one or two rows stay with it ([512, 256],
-1 row: 77 us against 115 us; [256, 256]: 38 us against 77 us). On AMD's with AVX-512, two cores of
-an EPYC multiply 5 rows with [864, 256] in 38 us by `F.linear` and in 18 us packed: everything is
-packed. Without AVX-512, MKL is ahead on AMD's too for one row and for small weights (one core of an
-EPYC, [2048, 2048]: 1 row 1.1 ms against 1.6 ms packed, 4 rows 2.6 ms against 1.7 ms; [256, 256], 4
-rows: 59 us against 79 us).
+A packed product costs some 40 us more per call there. So on Intel CPUs, where the library behind
+`F.linear` (MKL) has specialised kernels, small weights and one or two rows use `F.linear` ([512,
+256], 1 row: 77 us against 115 us; [256, 256]: 38 us against 77 us). On AMD CPUs with AVX-512,
+everything is packed: two cores of an EPYC multiply 5 rows with [864, 256] in 38 us with `F.linear`
+and in 18 us packed. Without AVX-512, MKL is faster on AMD CPUs too for one row and for small
+weights (one core of an EPYC, [2048, 2048]: 1 row 1.1 ms against 1.6 ms packed, 4 rows 2.6 ms
+against 1.7 ms; [256, 256], 4 rows: 59 us against 79 us).
 
 On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients
 are recorded, the plain path runs. A weight that was changed in place is packed again at the next
-product (`TargetModel.follow`); modules that train are packed only while they decode.
+product (`TargetModel.follow`). Modules that train are packed only while they decode.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MAX_ROWS = 64
 
 
 class Limits(NamedTuple):
-    """From how many rows and elements of the weight on a float32 product is packed. Below, MKL's
-    own kernels are faster (see the module)."""
+    """Fewest rows and elements of the weight for which a float32 product is packed. Below these,
+    MKL's kernels are faster (see the module)."""
 
     rows: int
     elements: int
@@ -60,14 +60,14 @@ def limits() -> Limits:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Give every eligible `nn.Linear` a packed path, for weights that seldom change."""
+    """Give every eligible `nn.Linear` a packed path; for weights that seldom change."""
     for linear in _eligible(module):
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
 
 
 @contextmanager
 def packed_linears(module: Any) -> Iterator[None]:
-    """Pack the linears of `module` within the block; anything but a module is left alone."""
+    """Pack the linears of `module` within the block; a value that is not a module is ignored."""
     chosen = list(_eligible(module)) if isinstance(module, nn.Module) else []
     for linear in chosen:
         linear.forward = _packed_forward(linear)  # type: ignore[method-assign]
@@ -80,7 +80,7 @@ def packed_linears(module: Any) -> Iterator[None]:
 
 @contextmanager
 def unpacked_linears(module: Any) -> Iterator[None]:
-    """Take the packed paths of `module` away within the block, for tracing."""
+    """Remove the packed paths of `module` within the block, for tracing."""
     parts = module.modules() if isinstance(module, nn.Module) else ()
     linears = [p for p in parts if type(p) is nn.Linear and "forward" in p.__dict__]
     packed = [(part, part.__dict__.pop("forward")) for part in linears]
@@ -95,13 +95,13 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
     if not supported():
         return
     for part in module.modules():
-        # subclasses may mean something else by their forward
+        # subclasses may have a different forward
         if type(part) is not nn.Linear or "forward" in part.__dict__:
             continue
         if type(part.weight) is not nn.Parameter:
-            continue  # quantised weights and slices of a split model have a product of their own
+            continue  # quantised weights and slices of a split model have their own product
         if part.weight.shape != (part.out_features, part.in_features):
-            continue  # divided among processes: there only while it runs
+            continue  # divided among processes: the whole weight exists only while it runs
         if part.weight.dtype == torch.float32 and part.weight.numel() < limits().elements:
             continue
         if part.weight.device.type == "cpu" and packs(part.weight.dtype):
@@ -109,7 +109,7 @@ def _eligible(module: nn.Module) -> Iterator[nn.Linear]:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this dtype here: those in bfloat16 need AVX-512 or more."""
+    """Whether oneDNN packs weights of this dtype on this CPU: bfloat16 needs AVX-512 or more."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
@@ -135,6 +135,6 @@ def _packed_forward(linear: nn.Linear) -> Any:
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, int]:
-    """A copy in oneDNN's layout, and the version of the weight that it is a copy of."""
+    """A copy in oneDNN's layout, and the version of the copied weight."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
     return cast(Tensor, packed), weight._version

@@ -1,4 +1,4 @@
-"""All operations that have kernels, and which implementation of each a device runs."""
+"""All operations that have kernels, and the implementation of each that a device runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DECLARED_IN = ("heads.kernels.reference", "inference.kernels.reference")
 
 
 def all_ops() -> Iterator[Op]:
-    """Every operation, in order of their names; imports the modules that declare them."""
+    """Every operation, ordered by name; imports the modules that declare them."""
     for name in DECLARED_IN:
         package = importlib.import_module(name)
         for module in pkgutil.iter_modules(package.__path__):
@@ -25,5 +25,5 @@ def all_ops() -> Iterator[Op]:
 
 
 def report(device: torch.device | str) -> list[dict[str, str]]:
-    """For every operation by name: op, implementation and why, for tensors on `device`."""
+    """For every operation: its name, its implementation for tensors on `device`, and the reason."""
     return [{"op": op.name, **asdict(choose(op, device))} for op in all_ops()]

@@ -1,11 +1,11 @@
 """A product of few rows with a weight, in Triton, whose order of sums is the same for every row and
 every number of rows.
 
-Meaning: `reference/row_linear.py`. Rows are padded to tiles of 16, the least that the matrix cores
-take; a program multiplies one tile of rows with one tile of outputs over one part of the inputs,
-from its beginning to its end. How many parts there are depends on the weight's shape alone: as many
-as give every SM work. A second kernel adds the parts up in their order. Whatever the number of
-rows, a row goes through the same instructions.
+Reference: `reference/row_linear.py`. Rows are padded to tiles of 16, the minimum for the matrix
+cores. A program multiplies one tile of rows with one tile of outputs over one part of the inputs,
+from its beginning to its end. The number of parts depends only on the weight's shape, and gives
+every SM work. A second kernel adds the parts in order. So a row goes through the same instructions
+for any number of rows.
 
 Legend: M rows, K inputs, O outputs, P parts of the inputs.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 from heads.kernels.dispatch import is_interpreted
 
 ROWS, OUTPUTS, INPUTS = 16, 32, 128
-"""Tiles: of rows; of outputs and inputs, 8 KiB of the weight in bfloat16."""
+"""Tile sizes in rows, outputs and inputs; a tile of the weight is 8 KiB in bfloat16."""
 PROGRAMS = 264
-"""Programs that are wanted at least: two for each SM of an H100."""
+"""Fewest programs to aim for: two per SM of an H100."""
 SUMMED = 1024
-"""Outputs of a program of the second kernel."""
+"""Outputs per program of the second kernel."""
 
 
 def row_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def row_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         ROWS=ROWS,
         OUTPUTS=OUTPUTS,
         INPUTS=INPUTS,
-        # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
+        # the interpreter stores bfloat16 as raw bits, which numpy cannot multiply
         UPCAST=is_interpreted() and rows.dtype == torch.bfloat16,
         num_warps=4,
         num_stages=4,
@@ -57,7 +57,7 @@ def row_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def divide_inputs(outputs: int, inputs: int) -> tuple[int, int]:
-    """Parts of the inputs, and tiles of inputs in each, by the weight's shape alone."""
+    """The number of parts of the inputs, and of tiles in each; only from the weight's shape."""
     tiles = triton.cdiv(inputs, INPUTS)
     wanted = triton.cdiv(PROGRAMS, triton.cdiv(outputs, OUTPUTS))
     steps = triton.cdiv(tiles, min(tiles, wanted))

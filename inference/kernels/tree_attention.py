@@ -1,16 +1,16 @@
 """Tree attention for decoding, in Triton: few queries, a long cache, read once.
 
-Meaning: `reference.attention.tree_attention`. The cache is cut into splits of a fixed size; a
-program takes one split of one key/value head for a block of query rows, where the Q queries times
-the G query heads that share the head are all rows of one matrix, so that every key and value tile
-that is loaded serves them all. Committed tokens are visible to every query, so the loop over them
-has no mask; ancestor bits are looked at in the last tiles only, window edges in the first ones.
-Programs take splits in turn, at most 32 of them to a head, as far as the row's length goes, which
-is read on the device: cost and scratch memory follow the text and not the capacity, and one
-captured CUDA graph serves every length. A second kernel adds the programs' parts up by their log-
-sum-exp. Which program takes which split depends neither on the batch nor on the length, so a row's
-sums are taken in the same order alone and in a batch (flash decoding, Dao et al. 2023, with splits
-of fixed size).
+Reference: `reference.attention.tree_attention`. The cache is cut into splits of a fixed size. A
+program processes splits of one key/value head for a block of query rows. The Q queries times the G
+query heads that share the head are rows of one matrix, so that every loaded tile of keys and values
+serves all of them. Committed tokens are visible to every query, so the loop over them has no mask;
+ancestor bits are read only in the last tiles, and window edges only in the first ones. At most 32
+programs share a head and take its splits in turn, up to the row's length, which is read on the
+device. So cost and scratch memory depend on the text and not on the capacity, and one captured CUDA
+graph serves every length. A second kernel combines the programs' results by their log-sum-exp. The
+assignment of splits to programs depends neither on the batch nor on the length, so the order of a
+row's sums is the same alone and in a batch (flash decoding, Dao et al. 2023, with splits of fixed
+size).
 
 Legend: B rows, N nodes, Q queries, S slots, W words, h key/value heads, G query heads per key/value
 head, D head size, Dv value size.
@@ -30,23 +30,23 @@ from heads.kernels.dispatch import is_interpreted
 from inference.kernels.reference.attention import parts_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
-"""Exponentials are taken to the base 2, which is the instruction that GPUs have."""
+"""Exponentials are computed to the base 2, for which GPUs have an instruction."""
 COMBINE_SPLITS = 16
 """Parts that the combining kernel loads at once."""
 
 
 MANY_ROWS = 65
-"""Query rows of the launch that is taken for every number of them, where results must not depend on
-that: the largest tiles."""
+"""If results must not depend on the number of query rows, the launch for this number is always
+used: it has the largest tiles."""
 HOPPER_SHARED = 227 * 1024
-"""Bytes of shared memory that a program may use on an H100 or H200."""
+"""Most bytes of shared memory of a program on an H100 or H200."""
 
 
 @dataclass(frozen=True)
 class Launch:
     """How the kernels are launched.
 
-    block_m, block_n: query rows of a program and slots of a tile, each a power of two from 16 on.
+    block_m, block_n: query rows of a program and slots of a tile, each a power of two, at least 16.
     num_warps, num_stages: of the split kernel. block_r: query rows of a program of the combining
     kernel, a power of two.
     """
@@ -63,24 +63,24 @@ def launch_config(
 ) -> Launch:
     """The launch for `rows` = Q * G query rows per key/value head, equal for all steps.
 
-    Chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of 64 rows
-    per four warps) from what the compiler reports for sm_90: 16-bit kernels with heads up to 256
-    spill 8 bytes of registers at most, larger heads and float32 some hundred. On GPUs whose
-    programs get less than that `shared` memory (bytes), tiles shrink until they fit.
+    It is chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of
+    64 rows per four warps) from the compiler's reports for sm_90: 16-bit kernels with heads up to
+    256 spill at most 8 bytes of registers, larger heads and float32 some hundred. shared: bytes of
+    shared memory per program; on GPUs with less, tiles shrink until they fit.
     """
-    block_r = 1 if rows <= 64 else 4  # few rows are better spread over many programs
+    block_r = 1 if rows <= 64 else 4  # few rows are spread over many programs
     wide = head_dim > 128
     if dtype == torch.float32:
-        # exact float32 products run on the ordinary cores and take operands from registers: small
-        # tiles, many warps
+        # exact float32 products run on the ordinary cores with operands in registers, so they need
+        # small tiles and many warps
         launch = Launch(16, 16 if wide else 32, 8, 2, block_r)
     else:
-        # 16 rows are the least that the matrix cores take; beyond 32, one instruction of 64 is no
-        # more expensive than two of 32
+        # 16 rows are the minimum for the matrix cores; beyond 32, one instruction of 64 costs no
+        # more than two of 32
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or wide else 128
-        # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB: three stages leave room
-        # for two programs per SM, and have a multiple of the 36 KB on their way that an SM's share
-        # of 4.8 TB/s needs per microsecond of latency
+        # a tile of keys and values of 64 slots x 128 x 2 bytes is 32 KiB. Three stages leave room
+        # for two programs per SM, and keep a multiple of the 36 KB in flight that an SM's share of
+        # 4.8 TB/s needs per microsecond of latency
         launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
         if block_m == 128:  # a large tree: its rows read the cache once, not once per 64
             launch = replace(launch, num_warps=8, num_stages=2)
@@ -102,7 +102,7 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return HOPPER_SHARED
     properties = torch.cuda.get_device_properties(device)
-    # AMD's GPUs do not say, and have 64 KiB
+    # AMD GPUs do not report it, and have 64 KiB
     return int(getattr(properties, "shared_memory_per_block_optin", 64 * 1024))
 
 
@@ -315,7 +315,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total = tl.fma(total, shrink, tl.sum(weight, 1))
         acc = tl.fma(acc, shrink[:, None], tl.sum(weight[:, :, None] * found, 1))
         peak = higher
-    if sunk:  # takes weight and gives nothing
+    if sunk:  # takes weight but has no value
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         higher = tl.maximum(peak, sink)
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -347,10 +347,10 @@ def tree_attention(
 ) -> Tensor:
     """`reference.attention.tree_attention` in two kernels -> [B, Q, h*G, Dv].
 
-    keys and values may be strided in any way as long as their last dimension is contiguous.
-    split_size: a multiple of the launch's block_n. launch: for measurements; `launch_config`
-    otherwise. Scratch memory comes from torch's allocator, hence from the graph's own pool under
-    capture; compile before capturing by calling once.
+    keys and values may have any strides if their last dimension is contiguous. split_size: a
+    multiple of the launch's block_n. launch: for measurements; default: `launch_config`. Scratch
+    memory comes from torch's allocator, and so from the graph's pool during a capture. Call it once
+    before capturing, so that it is compiled.
     """
     rows, heads, queries, head_dim = query.shape
     key_heads, capacity, value_dim = keys.shape[1], keys.shape[2], values.shape[3]
@@ -371,7 +371,7 @@ def tree_attention(
     partial = query.new_empty(shape, dtype=torch.float32)
     log_sums = query.new_empty(rows, key_heads, parts, queries * groups, dtype=torch.float32)
     out = query.new_empty(rows, queries, heads, value_dim)
-    # both factors take the scores to the base 2, in which the kernels take their exponentials
+    # both factors convert scores to the base 2, in which the kernels compute exponentials
     bend = 0.0 if softcap is None else softcap * LOG2E.value
     scale = scaling * LOG2E.value if softcap is None else scaling / softcap
     words_b, depth_b, at_b = (x.stride(0) if x.shape[0] > 1 else 0 for x in (words, depth, at))
@@ -392,7 +392,7 @@ def tree_attention(
         split_size=split_size,
         windowed=window is not None,
         capped=softcap is not None,
-        # the interpreter keeps bfloat16 as bare bits, which numpy cannot multiply
+        # the interpreter stores bfloat16 as raw bits, which numpy cannot multiply
         upcast=is_interpreted() and query.dtype == torch.bfloat16,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,

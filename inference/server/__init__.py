@@ -1,2 +1,2 @@
-"""The OpenAI-compatible server behind `headstart serve`. The only package that imports fastapi;
-`front`, its HTTP side, does not, and is that of feature servers too."""
+"""The OpenAI-compatible server behind `headstart serve`. Only this package imports fastapi; its
+HTTP side, `front`, does not, as feature servers use it too."""

@@ -1,7 +1,7 @@
-"""The routes for whoever runs the server: which drafter drafts, and changing it.
+"""The admin routes: showing and changing the drafter.
 
-They need a token of their own in the header `X-Headstart-Admin-Token`, besides the one that all
-requests need; without one configured they do nothing.
+They need the admin token in the header `X-Headstart-Admin-Token`, besides the token that all
+requests need. If no admin token is configured, they refuse every request.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TRIAL_PATH = "/admin/drafter/trial"
 def add_admin(
     app: FastAPI, swaps: DrafterSwaps, secret: Secret | None, samples: Path | None = None
 ) -> None:
-    """Add the routes to an application. Work is done on threads of its own: loading takes time.
-    samples: where the server samples answers, if it does."""
+    """Add the routes to an application. Their work runs on separate threads, as loading takes time.
+    samples: folder of the sampled answers, if the server samples any."""
     admin = Admin(swaps, samples)
     for method, path, work in (
         ("GET", DRAFTER_PATH, admin.state),
@@ -58,14 +58,14 @@ def _endpoint(work: Work, secret: Secret | None) -> Callable[[Request], Awaitabl
         except UserError as error:
             refused = ApiError(400, str(error), code="refused")
             return JSONResponse(refused.body, refused.status)
-        except ApiError as error:  # no request for an answer, so no metric counts it
+        except ApiError as error:  # metrics count only requests for answers
             return JSONResponse(error.body, error.status, error.headers)
 
     return endpoint
 
 
 class Admin:
-    """What the routes do. given: the body of a POST, of others the query."""
+    """The work of the routes. given: the body of a POST, or the query of other methods."""
 
     def __init__(self, swaps: DrafterSwaps, samples: Path | None) -> None:
         self.swaps = swaps
@@ -92,8 +92,8 @@ class Admin:
         return self._state(self.swaps.trial())
 
     def answers(self, given: Given) -> Told:
-        """A trial with the observations of both drafters,
-        [domain, accepted, passes, client] each."""
+        """A trial with the observations of both drafters, each as [domain, accepted, passes,
+        client]."""
         require_keys(given)
         found = self.swaps.trial()
         if found is None:
@@ -122,7 +122,7 @@ class Admin:
 
 
 def require_admin(request: Request, secret: Secret | None) -> None:
-    """Raise `ApiError` unless the request shows the admin token."""
+    """Raise `ApiError` unless the request has the admin token."""
     if secret is None:
         message = "this server was started without an admin token, so nobody may change it."
         raise ApiError(403, message, code="no_admin_token")
@@ -150,7 +150,7 @@ def checkpoint_of(given: Given) -> str:
 
 
 def sums(arm: ArmState) -> Told:
-    """What one drafter of a trial has done, without the single answers."""
+    """The sums of one drafter of a trial, without the single answers."""
     counted = {"rows": arm.rows, "passes": arm.passes, "committed": arm.committed}
     found = {"drafter": arm.drafter, **counted, "accepted": arm.accepted, "tau": arm.tau}
     return {**found, "answers": len(arm.answers)}

@@ -1,5 +1,4 @@
-"""A request under way and what is sent for it: the choices' events gathered into one response, or
-into one stream."""
+"""A request under way: gathers the events of its choices into one response or one stream."""
 
 from __future__ import annotations
 
@@ -20,21 +19,21 @@ Out = Callable[[Json], Awaitable[None]]
 
 
 class Answer:
-    """The choices of a request under way, from when the first one has started."""
+    """The choices of a request under way, once the first one has started."""
 
     def __init__(self, service: Service, asked: Asked, tickets: Sequence[Ticket]) -> None:
         self.service, self.asked, self.tickets = service, asked, tickets
         job = tickets[0].job
         self.envelope = Envelope(asked.kind, job.id, service.name, int(time.time()))
         self.counts = [0] * len(tickets)
-        """Tokens of every choice by now."""
+        """Tokens of every choice so far."""
         self.writers = [
             ChoiceWriter(asked, index, ticket.job.prompt, self._echo(index), service.texts)
             for index, ticket in enumerate(tickets)
         ]
 
     def _echo(self, index: int) -> str:
-        """The text of a choice's prompt, where it is wanted."""
+        """The text of a choice's prompt if the request asks for it, otherwise empty."""
         if not self.asked.echo:
             return ""
         given = self.asked.prompts[index // self.asked.choices]
@@ -57,20 +56,20 @@ class Answer:
         return event
 
     async def _started(self, index: int) -> Ticket:
-        """The ticket of a choice, once its prompt was read; the first one's was."""
+        """The ticket of a choice, once its prompt was read; the first prompt was read already."""
         ticket = self.tickets[index]
         if index:
             await ticket.start()
         return ticket
 
     async def stream(self, out: Out) -> None:
-        """Hand every part of a stream to `out`; raises `ApiError`."""
+        """Pass every part of a stream to `out`; raises `ApiError`."""
         done = await together([self._tell(index, out) for index in range(len(self.tickets))])
         if self.asked.usage:
             await out(self.envelope.part([], self.figures(done)))
 
     async def _tell(self, index: int, out: Out) -> Done:
-        """The parts of one choice."""
+        """Pass the parts of one choice to `out`."""
         writer, ticket = self.writers[index], await self._started(index)
 
         async def tell(choice: Json, figures: Json | None = None) -> None:
@@ -94,13 +93,13 @@ class Answer:
         return {"prompt_token_ids": list(self.tickets[0].job.prompt)}
 
     def usage(self) -> Json:
-        """Tokens read and written by now; a prompt counts once, however many choices it has."""
+        """Tokens read and written so far; a prompt counts once, even with several choices."""
         prompts = self.tickets[:: self.asked.choices]
         read, written = sum(len(ticket.job.prompt) for ticket in prompts), sum(self.counts)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def figures(self, done: Sequence[Done]) -> Json:
-        """The tokens of all choices; their seeds, which give them again, and drafting's figures."""
+        """The tokens of all choices, their seeds, which reproduce them, and drafting figures."""
         drafts, seeds = Drafts(), [ticket.job.seed for ticket in self.tickets]
         for end in done:
             drafts.passes += end.drafts.passes
@@ -117,7 +116,7 @@ class Answer:
         return {"usage": self.usage(), "headstart": drafting}
 
     def leave(self) -> None:
-        """The client has gone."""
+        """Note that the client has left."""
         for ticket in self.tickets:
             ticket.leave()
 
@@ -128,12 +127,12 @@ class Answer:
 
 
 def of_prompt(ticket: Ticket) -> Sequence[TokenLogprobs]:
-    """The log-probabilities of a choice's prompt, which was read."""
+    """The log-probabilities of a choice's prompt, once it was read."""
     return () if ticket.job.logprobs is None else ticket.job.logprobs.prompt
 
 
 async def together(works: Sequence[Coroutine[Any, Any, Found]]) -> list[Found]:
-    """What all of them return; the first error ends the others."""
+    """The results of all coroutines; the first error cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))

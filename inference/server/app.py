@@ -1,5 +1,5 @@
-"""The routes: answers in one piece and as server-sent events. Whoever comes here has shown the
-token; requests are here in full (`inference.server.front`)."""
+"""The routes: answers in one piece and as server-sent events. The front has checked the token and
+read the request in full (`inference.server.front`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from inference.server.service import Service
 DOMAIN_HEADER = "x-headstart-domain"
 STORE_HEADER = "x-headstart-store"
 OPEN_PATHS = frozenset(("/health", "/ready"))
-"""Paths that need no token: what process supervisors look at."""
+"""Paths that need no token: process supervisors use them."""
 
 
 def build_app(service: Service) -> FastAPI:
@@ -75,12 +75,12 @@ def build_app(service: Service) -> FastAPI:
             raise ApiError(404, f"there is no model '{name}' here.", "model", "model_not_found")
         return JSONResponse(service.facts())
 
-    @app.get("/health")  # whether the engine lives; while draining it does
+    @app.get("/health")  # whether the engine works, also while draining
     async def health() -> Response:
         fine = service.scheduler.healthy
         return JSONResponse({"status": "ok" if fine else "failed"}, 200 if fine else 503)
 
-    @app.get("/ready")  # whether requests are taken
+    @app.get("/ready")  # whether the server accepts requests
     async def ready() -> Response:
         return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
@@ -94,7 +94,7 @@ def build_app(service: Service) -> FastAPI:
 
 
 def handlers(service: Service) -> dict[int | type[Exception], Any]:
-    """Who answers which error."""
+    """The handler of each kind of error."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -106,22 +106,22 @@ def handlers(service: Service) -> dict[int | type[Exception], Any]:
         return JSONResponse(ApiError(error.status_code, missing).body, error.status_code)
 
     async def fail(request: Request, error: Exception) -> Response:
-        if isinstance(error, ClientGoneError):  # noted by the answer; nobody reads this response
+        if isinstance(error, ClientGoneError):  # noted by the answer; this response is not read
             return Response(status_code=499)
-        # a bug of ours; the front logs it
+        # a bug in the server; the front logs it
         return refusal(service, request, ApiError(500, "the server failed to handle this request."))
 
     return {ApiError: refuse, HTTPException: miss, Exception: fail}
 
 
 def refusal(service: Service, request: Request, error: ApiError) -> Response:
-    """The response for an error, which is noted."""
+    """Note an error and return its response."""
     service.refused(request.method, error, client(request))
     return JSONResponse(error.body, error.status, error.headers)
 
 
 def client(request: Request) -> str:
-    """Who a request counts for."""
+    """The client that a request counts for."""
     return client_of(request.client.host if request.client else "")
 
 
@@ -163,8 +163,8 @@ async def read(service: Service, request: Request, kind: str) -> Asked:
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    """vLLM's `/tokenize`: the token ids of a text or a conversation as a completion would read it;
-    raises `ApiError`."""
+    """vLLM's `/tokenize`: the token ids of a text or a conversation, as a completion would read
+    it. Raises `ApiError`."""
     created = time.monotonic()
     place = service.enter(client(request))
     try:
@@ -188,7 +188,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 async def write_tokens(service: Service, request: Request) -> Response:
-    """vLLM's `/detokenize`: the text of token ids, special tokens included; raises `ApiError`."""
+    """vLLM's `/detokenize`: the text of token ids, special tokens included. Raises `ApiError`."""
     body = read_json(await request.body())
     given = body.get("tokens") if isinstance(body, dict) else None
     if not isinstance(given, list) or not all(type(token) is int for token in given):
@@ -202,7 +202,7 @@ async def write_tokens(service: Service, request: Request) -> Response:
 
 
 async def watch_client(request: Request, under_way: Answer) -> None:
-    """Tell the answer when its client leaves."""
+    """Call `leave` on the answer when its client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     under_way.leave()
@@ -210,7 +210,7 @@ async def watch_client(request: Request, under_way: Answer) -> None:
 
 class EventStream(Response):
     """An answer as server-sent events. A client that does not read for `serve.write_seconds` counts
-    as gone."""
+    as having left."""
 
     media_type = "text/event-stream"
 
@@ -220,7 +220,7 @@ class EventStream(Response):
         self.under_way, self.watch = under_way, watch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream. What fails once it has begun is its last event."""
+        """Send the stream. An error after its beginning becomes its last event."""
         service, who = self.under_way.service, self.under_way.tickets[0].place.client
         one_at_a_time = asyncio.Lock()
 

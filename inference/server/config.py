@@ -1,5 +1,4 @@
-"""The configuration of a server: where it listens, what it lets in, how long it waits, what it
-writes down."""
+"""The configuration of a server: its address, limits and timeouts, and what it records."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from inference.server.front.limits import Limits
 from inference.server.front.secret import Secret, is_loopback
 
 Limit = Annotated[float, Ge(0.1), Le(1e9)]
-"""Seconds after which something ends."""
+"""A limit in seconds."""
 Connections = Annotated[int, Ge(1), Le(1_000_000)]
 
 TOKEN_VARIABLE = "HEADSTART_SERVE_TOKEN"
 """Environment variable that holds the bearer token."""
 ADMIN_VARIABLE = "HEADSTART_SERVE_ADMIN_TOKEN"
-"""Environment variable that holds the token of whoever may change the drafter."""
+"""Environment variable that holds the admin token, which allows changing the drafter."""
 SHORTEST_TOKEN = 16
-"""Characters that a token must have at least."""
+"""Fewest characters of a token."""
 LARGEST_TOKEN = 16_384
-"""Bytes of its file: as much as the headers of a request leave room for."""
+"""Most bytes of a token's file: a longer token does not fit into a request's headers."""
 
 
 @config("serve")
@@ -142,7 +141,7 @@ class ServeConfig:
             )
 
     def limits(self, rows: int) -> Limits:
-        """What the front lets in. rows: decoded together."""
+        """The limits of the front. rows: decoded together."""
         body = self.body_kilobytes * 1024
         return Limits(
             connections=self.connections,
@@ -156,18 +155,18 @@ class ServeConfig:
         )
 
     def domain(self, given: str | None) -> str:
-        """The label of a request's domain: one of `domains`, "other" for unknown ones, "none" where
-        none is named."""
+        """The label of a request's domain: one of `domains`, "other" for unknown ones, "none" if
+        the request names none."""
         if not given:
             return "none"
         return given if given in self.domains else "other"
 
 
 def read_secret(config: ServeConfig) -> Secret | None:
-    """The token from `serve.token_file` or the environment, None where there is none.
+    """The token from `serve.token_file` or the environment, or None.
 
-    Raises `UserError` for a file that cannot be read, a short token, and an address that the whole
-    network reaches without one.
+    Raises `UserError` for a file that cannot be read, a short token, and a missing token if other
+    machines can reach the address.
     """
     found = _read_token("token_file", config.token_file, TOKEN_VARIABLE, "bearer token")
     if found is None and not config.open and not is_loopback(config.host):
@@ -179,14 +178,14 @@ def read_secret(config: ServeConfig) -> Secret | None:
 
 
 def read_admin_secret(config: ServeConfig) -> Secret | None:
-    """The token of whoever may change the drafter, None where there is none. Raises `UserError` for
-    a file that cannot be read, and a short token."""
+    """The admin token, or None. Raises `UserError` for a file that cannot be read, and for a short
+    token."""
     given = config.admin_token_file, ADMIN_VARIABLE
     return _read_token("admin_token_file", *given, "admin token")
 
 
 def _read_token(setting: str, file: str, variable: str, what: str) -> Secret | None:
-    """A token from a file or, where none is named, the environment."""
+    """A token from a file or, if none is given, from the environment."""
     value = os.environ.get(variable, "").strip()
     if file:
         try:

@@ -1,8 +1,9 @@
-"""A folder that a server watches: its drafter is the newest checkpoint in there.
+"""A folder that a server watches: its drafter is the newest checkpoint in the folder.
 
-Training writes a checkpoint's config.json last, and a folder can be renamed into its place, so what
-has one is complete. What is copied there file by file settles first: a checkpoint is looked at once
-it has not changed for a whole interval. One that was refused is looked at again when it changes.
+Training writes a checkpoint's config.json last, and a finished folder can be renamed into place; a
+checkpoint that appears in one of these ways is complete once it has a config.json. A checkpoint may
+also be copied file by file, so the server loads one only if it has not changed for a whole
+interval. It tries a refused checkpoint again when the checkpoint changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 
 Seen = tuple[Path, tuple[tuple[int, int], ...]]
-"""A checkpoint, with time in nanoseconds and size of each of its files."""
+"""A checkpoint, with modification time in nanoseconds and size of each of its files."""
 
 
 class DrafterFolder:
@@ -51,12 +52,12 @@ class DrafterFolder:
         while not self._stop.wait(LOOK_SECONDS):
             try:
                 self.look()
-            except OSError as error:  # the folder is gone for now
+            except OSError as error:  # the folder is not available now
                 logger.warning("'%s' cannot be looked at: %s", self.folder, error.strerror)
 
     def look(self) -> None:
-        """Take the newest checkpoint if it is another one and has not changed since the last
-        look. Nothing is taken while a trial runs."""
+        """Install the newest checkpoint if it is a different one and has not changed since the
+        last look. Nothing is installed while a trial runs."""
         newest = newest_checkpoint(self.folder)
         settled, self._last = newest == self._last, newest
         if newest is None or not settled or newest == self._done:
@@ -69,7 +70,7 @@ class DrafterFolder:
 
 
 def newest_checkpoint(folder: Path) -> Seen | None:
-    """The checkpoint whose configuration was written last; None where there is none."""
+    """The checkpoint whose configuration was written last, or None."""
     found = []
     for child in folder.iterdir():
         if child.name.startswith(".") or child.name.endswith(PARTIAL):

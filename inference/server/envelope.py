@@ -1,5 +1,5 @@
 """Answers in the form of OpenAI's API: in one piece and as the parts of a stream, with
-log-probabilities where they were asked for."""
+log-probabilities if requested."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from inference.server.token_text import TokenTexts
 Json = dict[str, object]
 """A JSON object that is sent."""
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON has no number for."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all parts of one response have in common. created: seconds since 1970."""
+    """The fields that all parts of one response share. created: seconds since 1970."""
 
     kind: str
     id: str
@@ -26,12 +26,12 @@ class Envelope:
     created: int
 
     def whole(self, choices: list[Json], figures: Json) -> Json:
-        """Everything in one piece. figures: `usage`, and `headstart` (only this server has it)."""
+        """A response in one piece. figures: `usage`, and `headstart` (specific to this server)."""
         name = "chat.completion" if self.kind == CHAT else "text_completion"
         return self._body(name, choices) | figures
 
     def part(self, choices: list[Json], figures: Json | None = None) -> Json:
-        """A part of a stream; the last one of a stream that asked for its usage has no choice."""
+        """A part of a stream. If usage was requested, the last part has no choice."""
         name = "chat.completion.chunk" if self.kind == CHAT else "text_completion"
         return self._body(name, choices) | (figures or {})
 
@@ -41,8 +41,8 @@ class Envelope:
 
 
 class ChoiceWriter:
-    """Writes one choice, index, of a response to `asked`. prompt: its token ids, and echo its text,
-    which comes first where it was asked for."""
+    """Writes one choice of a response to `asked`. index: its number; prompt: its token ids; echo:
+    the prompt's text, which comes first if requested."""
 
     def __init__(
         self, asked: Asked, index: int, prompt: tuple[int, ...], echo: str, texts: TokenTexts
@@ -50,7 +50,7 @@ class ChoiceWriter:
         self.asked, self.index, self.prompt = asked, index, prompt
         self.echo, self.texts = echo, texts
         self._offset = 0
-        """Characters of the tokens whose log-probabilities were written."""
+        """Characters of the tokens whose log-probabilities were written so far."""
 
     def whole(
         self,
@@ -68,7 +68,7 @@ class ChoiceWriter:
         return self._choice({"text": self.echo + text}, logprobs, finish, tokens)
 
     def opening(self, of_prompt: Iterable[TokenLogprobs]) -> Json | None:
-        """What a stream begins with: a conversation with the role, a text with its echo."""
+        """The beginning of a stream: the role for a conversation, the echo for a text."""
         if self.asked.kind == CHAT:
             delta = {"role": "assistant", "content": ""}
             return self._choice({"delta": delta}, None, None)
@@ -106,7 +106,8 @@ class ChoiceWriter:
     # Log-probabilities
 
     def _logprobs(self, scores: Iterable[TokenLogprobs], opens: bool = False) -> Json | None:
-        """opens: the prompt's first token, which has none, comes before them."""
+        """The log-probabilities in the form of the endpoint. opens: the prompt's first token, which
+        has none, comes before them."""
         if self.asked.logprobs is None:
             return None
         if self.asked.kind == CHAT:
@@ -122,7 +123,7 @@ class ChoiceWriter:
         return {"token": self.texts.text(token), "logprob": max(value, LOWEST), "bytes": held}
 
     def _text_tokens(self, scores: list[TokenLogprobs], first: tuple[int, ...]) -> Json:
-        """Lists with an entry per token; the token itself is among its most likely ones."""
+        """Lists with an entry per token; a token is included in its most likely tokens."""
         name, offsets = self.texts.name, []
         for token in (*first, *(score.token for score in scores)):
             offsets.append(self._offset)

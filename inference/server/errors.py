@@ -11,8 +11,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than the one that was asked for. retry_after: seconds after which asking
-    again makes sense."""
+    """An error response. retry_after: seconds after which the client should try again."""
 
     def __init__(
         self,
@@ -27,7 +26,7 @@ class ApiError(Exception):
         kind = TYPES.get(status, other)
         self.status = status
         self.kind = code or kind
-        """What a log may say of it: nothing that a client sent."""
+        """A word for logs, without anything that a client sent."""
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The JSON to send."""
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
@@ -36,4 +35,4 @@ class ApiError(Exception):
 
 
 class ClientGoneError(ConnectionError):
-    """The client of an answer has left, or does not read it."""
+    """The client of an answer has left, or does not read the answer."""

@@ -16,17 +16,17 @@ from inference.measure.metrics import divide
 from inference.server.front.seats import Seats
 
 OUTCOMES = "stop length cancelled timeout overloaded unavailable invalid unauthorized error".split()
-"""How a request ends: answered (stop, length), ended by the client or by time (cancelled, timeout),
-turned away (429, 503, 4xx, 401), failed."""
+"""How a request ends: answered (stop, length), ended by the client or a timeout (cancelled,
+timeout), refused (429, 503, 4xx, 401), or failed."""
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
-disable_created_metrics()  # one more series per counter and histogram, which nothing here reads
+disable_created_metrics()  # they add an unused series per counter and histogram
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own; safe to use from several threads."""
+    """All metrics of one server, in a separate registry; safe to use from several threads."""
 
     def __init__(self, depth: int, clock: StepClock, drafts: bool) -> None:
         """depth: deepest drafted level; clock: the engine's; drafts: whether there is a drafter."""
@@ -88,17 +88,17 @@ class ServerMetrics:
 
 
 class _Derived(Collector):
-    """Metrics that follow from other metrics, or are read elsewhere when /metrics is."""
+    """Metrics that are derived from others or read from elsewhere when /metrics is requested."""
 
     def __init__(self, metrics: ServerMetrics, depth: int, clock: StepClock, drafts: bool) -> None:
         self.metrics, self.depth, self.clock, self.drafts = metrics, depth, clock, drafts
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry checks no names, so registering collects nothing."""
+        """Nothing: so the registry checks no names, and registering collects nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """tau and acceptance by depth, computed from the counters when Prometheus asks."""
+        """tau and acceptance by depth, computed from the counters on request, and the others."""
         about = "Committed tokens per verification, since the start."
         tau = GaugeMetricFamily("headstart_tau", about, labels=["domain"])
         about = "Share of verifications that kept a draft at this depth (beta)."
@@ -134,13 +134,13 @@ class _Derived(Collector):
 
 
 def _totals(counter: Counter) -> dict[tuple[str, ...], float]:
-    """Label values, in the order in which the counter names them -> its total."""
+    """A counter's totals by label values, which are in the order of its labels."""
     (family,) = counter.collect()
     return {tuple(sample.labels.values()): sample.value for sample in family.samples}
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Memory of a process in bytes; 0 where the system does not tell (no /proc)."""
+    """Memory of a process in bytes; 0 if it is not known (no /proc)."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
     except OSError:

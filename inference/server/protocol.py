@@ -1,8 +1,8 @@
-"""Requests in the form of OpenAI's API: what is understood, what is refused and why.
+"""Requests in the form of OpenAI's API: which parameters are supported, and which are refused.
 
-A parameter that would change the answer and is not supported is refused by name; silence would hand
-out something else than what was asked for. Parameters that change nothing here (`user`, `metadata`,
-...) are taken and ignored.
+A parameter that would change the answer but is not supported is refused, and the error names it;
+otherwise the client would get a different answer than requested. Parameters that have no effect
+here (`user`, `metadata`, ...) are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inference.server.structure import FIELDS, read_constraint
 CHAT, TEXT = "chat", "text"
 LARGEST_SEED = (1 << 63) - 1
 LONGEST_NAME = 64
-"""Characters of an unknown parameter's name that are compared with those there are, and quoted."""
+"""Characters of an unknown parameter's name that are compared with known names, and quoted."""
 MOST_STOPS, LONGEST_STOP = 16, 256
 WORDS = {
     str: "text",
@@ -53,7 +53,7 @@ KNOWN: dict[str, dict[str, type]] = {
     },
     TEXT: {"prompt": object, "logprobs": int, "echo": bool, "add_special_tokens": bool, **COMMON},
 }
-"""Parameters of each endpoint and their types; object: checked where it is read."""
+"""Parameters of each endpoint and their types; object: the code that reads it checks its type."""
 IGNORED = (
     "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
 ).split()
@@ -71,25 +71,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "skip_special_tokens": (True,),
-    "add_special_tokens": (True, False),  # of a conversation, which its template writes
+    "add_special_tokens": (True, False),  # in a conversation the template decides
     "add_generation_prompt": (True,),
     "include_stop_str_in_output": (False,),
 }
-"""Parameters that are not supported -> the values with which they ask for nothing."""
+"""Unsupported parameters -> the values with which they have no effect."""
 
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that was understood. prompts: of each what is continued, messages (chat), text, or
-    token ids. choices: answers to each. limit: most new tokens; None for the server's own, 0 with
-    echo alone. usage: whether a stream ends with its usage; running_usage: every part has it too.
-    ids: the answer's token ids are wanted as well. special: text gets the tokenizer's beginning of
-    text. ignore_eos, min_tokens: see `Request`. logprobs: how many of the most likely tokens are
-    shown in every place; None without log-probabilities. echo: the prompt comes before the answer.
-    constraint: the parameter that asks for structured output, and what it asks for. store: whether
-    anything of it may be recorded.
+    """A parsed request.
+
+    prompts: the text, token ids or messages (chat) to continue, per prompt. choices: answers per
+    prompt. limit: most new tokens; None: the server's default; 0: only the echo. usage: whether a
+    stream ends with its usage; running_usage: every part has it too. ids: whether the answer's
+    token ids are returned as well. special: text gets the tokenizer's beginning of text.
+    ignore_eos, min_tokens: see `Request`. logprobs: how many of the most likely tokens are shown in
+    every place; None: no log-probabilities. echo: the prompt comes before the answer. constraint:
+    the parameter that asks for structured output, and its constraint. store: whether the request
+    may be recorded.
     """
 
     kind: str
@@ -114,8 +116,8 @@ class Asked:
 
 
 def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...]) -> Asked:
-    """Understand a request's JSON. default: the server's sampling; names: model names it answers
-    to. Raises `ApiError`."""
+    """Parse a request's JSON. default: the server's sampling; names: the model names that it
+    accepts. Raises `ApiError`."""
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object.")
     given = {
@@ -170,7 +172,7 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
 
 
 def _is_known(kind: str, name: str, value: object) -> bool:
-    """Whether a parameter counts; raises `ApiError` for one that is unknown or not supported."""
+    """Whether a parameter has an effect; raises `ApiError` if it is unknown or not supported."""
     if name in KNOWN[kind] or name in IGNORED:
         return name in KNOWN[kind]
     if name not in NEUTRAL:
@@ -186,7 +188,7 @@ def _is_known(kind: str, name: str, value: object) -> bool:
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
-    """A value of the right type. Whole numbers may be written as 5.0 (as JavaScript may)."""
+    """A value of the right type. Whole numbers may be written as 5.0, as JavaScript may do."""
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -197,19 +199,20 @@ def _typed(name: str, value: Any, kind: type) -> Any:
 
 
 def _wrong_type(name: str, wanted: str, value: object) -> ApiError:
-    """Shows numbers, and of other values, which may be a person's text, the type alone."""
+    """The error for a value of the wrong type. It shows numbers; of other values, which may be a
+    person's text, it shows only the type."""
     number, kind = isinstance(value, (int, float)), type(value).__name__
     shown = repr(value) if number else f"a value of type {kind}"
     return ApiError(422, f"'{name}' must be {wanted}; given {shown}.", name, "wrong_type")
 
 
 def _sampling(given: Mapping[str, Any], default: SamplingSettings) -> SamplingSettings:
-    """The server's settings with the request's own."""
+    """The server's settings with the request's changes."""
     changes = {name: given[name] for name in SAMPLING if name in given}
     for name, value in changes.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ApiError(400, f"'{name}' must be finite.", name)
-    if changes.get("top_k") == -1:  # -1 is off in other engines
+    if changes.get("top_k") == -1:  # -1 means off in other engines
         changes["top_k"] = 0
     try:
         return replace(default, **changes)
@@ -230,8 +233,8 @@ def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _logprobs(kind: str, given: Mapping[str, Any]) -> int | None:
-    """How many of the most likely tokens are shown beside an answer's own; None: nothing is. A
-    conversation says so with two parameters, a text with one."""
+    """How many of the most likely tokens are shown besides the answer's; None: no
+    log-probabilities. A conversation uses two parameters for this, a text one."""
     most, name = given.get("logprobs"), "logprobs"
     if kind == CHAT:
         asked, most, name = bool(most), given.get("top_logprobs"), "top_logprobs"
@@ -249,12 +252,12 @@ def _messages(given: Mapping[str, Any]) -> Any:
         raise ApiError(400, "'messages' is missing.", "messages")
     for message in given["messages"]:
         if isinstance(message, dict) and message.get("role") == "developer":
-            message["role"] = "system"  # OpenAI's newer word for it
+            message["role"] = "system"  # OpenAI's newer name for it
     return given["messages"]
 
 
 def _prompts(given: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
-    """Texts or token ids: of one prompt, or a list of prompts."""
+    """Texts or token ids, of one prompt or a list of prompts."""
     prompt = given.get("prompt")
     if prompt is None:
         raise ApiError(400, "'prompt' is missing.", "prompt")

@@ -1,5 +1,5 @@
-"""Writing a server's records and samples in the background: a thread that flushes them when a shard
-is full, and every so often."""
+"""Writes a server's records and samples in the background: a thread flushes them at intervals, and
+whenever a shard is full."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Recorder:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what has gathered."""
+        """Write everything that is buffered."""
         if self.log is not None:
             self._flush_log(self.log)
         if self.samples is not None:

@@ -1,4 +1,4 @@
-"""Runs the server: answers until a signal comes, lets running requests end, and goes."""
+"""Runs the server: it answers until a signal comes, lets running requests end, and exits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from inference.server.front.tls import server_context
 from inference.server.service import Service
 
 CLOSE_SECONDS = 5.0
-"""How long connections may take to close once nothing runs any more."""
+"""How long connections may take to close once no request runs."""
 
 
 class Server:
-    """A service on a bound socket. The first signal drains (new requests get 503, running ones
-    end), the second ends at once. failed: the engine has failed for good; ended: nothing is
+    """A service on a bound socket. The first signal drains it (new requests get 503, running ones
+    end); the second ends it at once. failed: the engine has failed permanently; ended: nothing is
     accepted any more. Raises `UserError` for certificates that cannot be used."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Server:
             self.service.loop.call_soon_threadsafe(self.end)
 
     def end(self) -> None:
-        """End gracefully; the second call ends at once. On the loop's thread."""
+        """End gracefully; the second call ends at once. Call it on the loop's thread."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
@@ -73,7 +73,7 @@ class Server:
         self._end.set()
 
     def _broken(self) -> None:
-        """The engine has failed for good. On the worker's thread."""
+        """Handle a permanent failure of the engine. Called on the worker's thread."""
         self.failed = True
         if self.service.loop is not None and not self.service.loop.is_closed():
             self.service.loop.call_soon_threadsafe(self.end)
@@ -82,8 +82,8 @@ class Server:
 def serve(
     service: Service, listening: socket.socket, started: Callable[[], None] = lambda: None
 ) -> int:
-    """Serve until a signal ends it; returns the exit status: 0, or 1 when the engine failed.
-    started: called when requests are taken."""
+    """Serve until a signal ends it; returns the exit status: 0, or 1 if the engine failed. started:
+    called once the server accepts requests."""
     server = Server(service, listening, started)
     service.start()
     try:

@@ -1,16 +1,15 @@
-"""Samples of a server's traffic, for its learner: whole answers with their verifications, in
-batches, the oldest of which make room for new ones.
+"""Samples of a server's traffic for its learner: batches of whole answers with their verifications.
 
-A folder of records (`inference.verifications`) whose shards are numbered by the time of their
-writing: batch N is `verifications-N.parquet` and `sequences-N.parquet`, and is there once the
-latter is. Whoever learns takes a batch away; what nobody takes in time is dropped, oldest first, so
-that the folder stays within its size. records.json does not name a drafter, since that may change
+The samples are a folder of records (`inference.verifications`) whose shards are numbered by the
+time of writing. Batch N is `verifications-N.parquet` and `sequences-N.parquet`; it is complete once
+the latter exists. The learner removes the batches that it reads. If the folder exceeds its size
+limit, the oldest batches are dropped. records.json names no drafter, since the drafter may change
 while the server runs.
 
-What is stored of a request: token ids of prompt and answer, domain, temperature, how it ended, and
-a hash of its client under a key that is drawn at the start and stored nowhere. Never stored: the
-client's address, headers, keys, seeds, stop strings, and the parameters that the server ignores
-(`user`, `metadata`, ...).
+Stored of a request: token ids of prompt and answer, domain, temperature, how it ended, and a hash
+of its client under a key that is drawn at the start and not stored. Never stored: the client's
+address, headers, keys, seeds, stop strings, and the parameters that the server ignores (`user`,
+`metadata`, ...).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from inference.verifications import (
 logger = logging.getLogger(__name__)
 UNLIMITED = 1 << 62
 MOST_WAITING = 8 * ROWS_PER_SHARD
-"""Verifications that may wait in memory for the next batch."""
+"""Most verifications that wait in memory for the next batch."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ class SampledAnswer:
 class TrafficSamples:
     """Takes answers from the server's worker (`add`) and writes them from another thread (`flush`).
 
-    facts: of the server's records; share: of the answers, chosen at random; max_bytes: size of all
-    batches that wait. Batches of another target or rule are dropped. written, dropped: answers, and
-    batches for which there was no room or that could not be written.
+    facts: of the server's records; share: of the answers, sampled at random; max_bytes: limit on
+    the size of all waiting batches. Batches of another target or rule are dropped. written: answers
+    written; dropped: batches that did not fit or could not be written.
     """
 
     def __init__(self, folder: Path, facts: RecordFacts, max_bytes: int, share: float) -> None:
@@ -89,16 +88,16 @@ class TrafficSamples:
             for name in batches(self.folder):
                 remove_batch(self.folder, name)
             write_json(self.folder / FACTS_FILE, whole)
-        for path in self.folder.glob(f"{VERIFICATIONS}-*.parquet"):  # of a kill between two files
+        for path in self.folder.glob(f"{VERIFICATIONS}-*.parquet"):  # killed between two files
             if not _file(self.folder, SEQUENCES, _name(path)).is_file():
                 path.unlink(missing_ok=True)
 
     def chosen(self) -> bool:
-        """Whether the next answer is one of the sample."""
+        """Whether the next answer is sampled."""
         return self._random.random() < self.share
 
     def add(self, answer: SampledAnswer) -> None:
-        """Take an answer; one for which there is no room before the next `flush` is left out."""
+        """Take an answer; it is left out if there is no room before the next `flush`."""
         with self._lock:
             if self._passes < MOST_WAITING:
                 self._waiting.append(answer)
@@ -110,8 +109,8 @@ class TrafficSamples:
         return self._passes >= ROWS_PER_SHARD
 
     def flush(self) -> None:
-        """Write what has gathered as a batch and make room. Raises `OSError` where it cannot be
-        written; then that batch is lost, and no other one."""
+        """Write the buffered answers as a batch, and drop old batches if needed. Raises `OSError`
+        if the batch cannot be written; only that batch is lost then."""
         with self._lock:
             answers, self._waiting, self._passes = self._waiting, [], 0
         if not answers:
@@ -146,7 +145,7 @@ class TrafficSamples:
 
 
 def batches(folder: Path) -> list[str]:
-    """The names of all whole batches, oldest first."""
+    """The names of all complete batches, oldest first."""
     return sorted(_name(path) for path in folder.glob(f"{SEQUENCES}-*.parquet"))
 
 
@@ -156,7 +155,7 @@ def batch_files(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def batch_bytes(folder: Path, name: str) -> int:
-    """Its size on disk; 0 once it was taken away."""
+    """The size of a batch on disk; 0 if it was removed."""
     size = 0
     for path in batch_files(folder, name):
         with suppress(FileNotFoundError):
@@ -165,7 +164,7 @@ def batch_bytes(folder: Path, name: str) -> int:
 
 
 def remove_batch(folder: Path, name: str) -> None:
-    """Remove a batch, that which makes it whole first."""
+    """Remove a batch; first the file that marks it as complete."""
     for path in batch_files(folder, name):
         path.unlink(missing_ok=True)
 

@@ -1,12 +1,12 @@
 """The worker: one thread that owns the engine, takes requests from a queue, decodes them together
-and hands text back.
+and returns text.
 
-The event loop's thread only puts jobs and cancellations into the inbox. What a step brought forth
-for all rows goes back in one call, so that a step costs the loop one wake-up, however many rows it
-has. Text is made here as well: stop strings end a row at the step in which they appear.
+The event loop's thread only puts jobs and cancellations into the inbox. The results of a step for
+all rows go back in one call, so that a step wakes the loop once, independent of the number of rows.
+The worker also detokenizes: a stop string ends its row at the step in which it appears.
 
-When a step fails, the requests under way fail with it and the session is made anew; after
-`MOST_FAILURES` in a row it gives up.
+If a step fails, the requests under way fail, and the worker starts a new session. After
+`MOST_FAILURES` failures in a row it gives up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from inference.verifications import VerificationLog
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 CALL_SECONDS = 1.0
-"""How often somebody who waits for the worker looks whether it lives."""
+"""Interval at which a caller that waits for the worker checks that it is alive."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Started:
 
 @dataclass(frozen=True)
 class Piece:
-    """More text of a streamed answer. tokens: how many it has by now; logprobs: of those that were
-    in no piece before, where they were asked for."""
+    """More text of a streamed answer. tokens: the answer's tokens so far; logprobs: of the tokens
+    that were in no earlier piece, if requested."""
 
     text: str
     tokens: int = 0
@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass
 class Drafts:
-    """Verifications of an answer, the tokens that they committed, the drafted ones among them."""
+    """Verifications of an answer, the tokens that they committed, and the drafted ones of these."""
 
     passes: int = 0
     committed: int = 0
@@ -66,8 +66,8 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Done:
-    """An answer's end. text: all of it; finish: stop or length; tokens: what was generated, end of
-    text or stop included; logprobs: as those of `Piece`."""
+    """An answer's end. text: the whole text; finish: stop or length; tokens: all generated tokens,
+    end of text or stop included; logprobs: as in `Piece`."""
 
     text: str
     finish: str
@@ -89,11 +89,12 @@ Event = Started | Piece | Done | Failed
 @dataclass
 class ServedRequest:
     """A request for the worker. deliver: takes events on the event loop's thread; created:
-    monotonic seconds of its arrival; first: of its first token; client: whose turn it is.
+    monotonic seconds of its arrival; first: of its first token; client: the client that it counts
+    for.
 
-    logprobs: what of them is asked for, filled in by the decoder. The worker numbers it (index) and
-    fills in the rest. placed: it has a row; sampled: its passes are kept for the learner; told:
-    tokens whose log-probabilities were delivered.
+    logprobs: the requested log-probabilities, filled in by the decoder. The worker sets the number
+    (index) and the remaining fields. placed: it has a row; sampled: its passes are kept for the
+    learner; told: tokens whose log-probabilities were delivered.
     """
 
     id: str
@@ -118,7 +119,7 @@ class ServedRequest:
     told: int = 0
 
     def untold(self, tokens: int) -> tuple[TokenLogprobs, ...]:
-        """The log-probabilities of the first `tokens` tokens that were not delivered yet."""
+        """Those log-probabilities of the first `tokens` tokens that were not delivered yet."""
         if self.logprobs is None:
             return ()
         begin, self.told = self.told, tokens
@@ -131,15 +132,15 @@ Work = Callable[[Session], list[Completion]]
 
 @dataclass(frozen=True)
 class Task:
-    """Something that the worker is to do between two steps. work: returns what ended meanwhile."""
+    """Work for the worker between two steps. work: returns the completions that ended meanwhile."""
 
     work: Work
     done: Future[None] = field(default_factory=Future)
 
 
 class Scheduler:
-    """See the module. post: called from the worker's thread with the events of a step; broken:
-    called there when it gives up."""
+    """See the module. post: called on the worker's thread with the events of a step; broken: called
+    there when the worker gives up."""
 
     def __init__(
         self,
@@ -154,14 +155,14 @@ class Scheduler:
         self.engine, self.context, self.metrics = engine, context, metrics
         self.log, self.samples = log, samples
         self.post, self.broken = post, broken
-        # the event loop uses the target's own at the same time, and a tokenizer is for one thread
-        # at a time
+        # a copy, as the event loop uses the target's at the same time, and a tokenizer may be used
+        # by only one thread at a time
         self.tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.healthy = False
         self.trial: TrialCounts | None = None
-        """What counts the verifications of two drafters; changed on the worker's thread alone."""
+        """Counts the verifications of two drafters; changed only on the worker's thread."""
         self.step_failed: Callable[[], None] = lambda: None
-        """Called on the worker's thread after a failed step, before the session is made anew."""
+        """Called on the worker's thread after a failed step, before a new session starts."""
         self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | Task | None]]
         self._inbox = queue.SimpleQueue()
         self._live: dict[int, ServedRequest] = {}
@@ -177,24 +178,24 @@ class Scheduler:
     # Called from the event loop's thread
 
     def start(self) -> None:
-        """Start the worker and wait until its buffers stand; raises `UserError` when they
-        cannot."""
+        """Start the worker and wait until its buffers are allocated; raises `UserError` if that
+        fails."""
         self._thread.start()
         self._ready.wait()
         if self._refusal is not None:
             raise self._refusal
 
     def submit(self, job: ServedRequest) -> None:
-        """Hand a job over; its events follow."""
+        """Queue a job; its events follow."""
         self._inbox.put(("add", job))
 
     def cancel(self, job: ServedRequest) -> None:
-        """Stop a job; no further events come of it. One that has ended is ignored."""
+        """Stop a job; it delivers no further events. A job that has ended is ignored."""
         self._inbox.put(("cancel", job))
 
     def call(self, work: Work) -> None:
-        """Let the worker do something between two steps, and wait for it; raises what that raises,
-        and `UserError` where there is no worker. For any thread but the worker's."""
+        """Let the worker run `work` between two steps, and wait for it. Raises what `work` raises,
+        and `UserError` if there is no worker. Call it from any thread except the worker's."""
         task = Task(work)
         self._inbox.put(("call", task))
         while True:
@@ -229,24 +230,24 @@ class Scheduler:
                 failures = MOST_FAILURES
                 logger.error("the engine refuses to serve: %s", error)
             except Exception:
-                # whatever a model, a driver or a kernel throws must not leave clients waiting
+                # no exception of a model, a driver or a kernel may leave clients waiting
                 failures += 1
                 logger.exception("a step failed (%d of %d in a row)", failures, MOST_FAILURES)
                 self.step_failed()
             finally:
-                # before anybody hears of the failure and asks again
+                # before a client learns of the failure and tries again
                 self.healthy = failures < MOST_FAILURES
                 broken = "the engine failed; the request can be repeated"
                 self._fail_all(broken if failures else "the server is stopping")
         self.healthy = False
         self._ready.set()
-        if begun and not self._ended:  # otherwise `start` says why
+        if begun and not self._ended:  # otherwise `start` raises the reason
             self._drain_inbox()
             self.broken()
 
     def _turn(self, session: Session) -> bool:
-        """Take what came in, make a step, hand back what it brought; returns whether a request
-        ended well."""
+        """Read the inbox, run a step, and post its results; returns whether a request ended
+        successfully."""
         self._take(session)
         if self._ended:
             return False
@@ -255,7 +256,7 @@ class Scheduler:
         return any(ended)
 
     def _send(self, running: int) -> None:
-        """Hand back the events, and show how many rows are in use."""
+        """Post the events, and update the numbers of running and waiting requests."""
         if self._out:
             out, self._out = self._out, []
             self.post(out)
@@ -263,8 +264,8 @@ class Scheduler:
         self.metrics.waiting.set(max(0, len(self._live) - running))
 
     def _take(self, session: Session) -> None:
-        """Everything in the inbox; waits for something when there is nothing to decode. Then rows
-        that are free go to clients in turn."""
+        """Process everything in the inbox; wait for an entry if there is nothing to decode. Then
+        assign free rows to clients in turn."""
         while True:
             try:
                 idle = not (session.unfinished or len(self._waiting))
@@ -290,7 +291,7 @@ class Scheduler:
                 free -= 1
 
     def _do(self, session: Session, task: Task) -> None:
-        """Do a task; what it raises is for whoever waits for it."""
+        """Run a task; its exception is raised where the task is awaited."""
         try:
             for completion in task.work(session):
                 self._complete(completion)
@@ -321,7 +322,7 @@ class Scheduler:
     def _on_tokens(self, request: Request, tokens: list[int], record: PassRecord | None) -> None:
         job = self._live.get(request.index)
         if job is None:
-            return  # cancelled, or ended at a stop string: the row runs on until the next step
+            return  # cancelled, or ended by a stop string: the row runs until the next step
         if record is None:
             job.first = time.monotonic()
             self.metrics.first.observe(job.first - job.created)
@@ -339,7 +340,7 @@ class Scheduler:
             self._end(job, "stop")
 
     def _show(self, job: ServedRequest, piece: str) -> None:
-        """More text, which a streaming client gets at once."""
+        """Add text to the answer; a streaming client gets it at once."""
         if piece:
             job.shown.append(piece)
             if job.asked.stream:
@@ -369,7 +370,7 @@ class Scheduler:
         return True
 
     def _end(self, job: ServedRequest, finish: str) -> None:
-        """An answer is complete: say so and book it."""
+        """Complete an answer: deliver its end and count it."""
         tokens = len(job.tokens)
         del self._live[job.index]
         if job.text is not None:
@@ -391,7 +392,7 @@ class Scheduler:
         self._record(job, finish)
 
     def _record(self, job: ServedRequest, finish: str) -> None:
-        """Write down a sequence whose verifications were; its request has ended."""
+        """Record the sequence of a request that has ended."""
         heat = job.asked.sampling.temperature
         if self.trial is not None:
             self.trial.ended(job.index, job.domain, job.client)
@@ -401,10 +402,10 @@ class Scheduler:
             own = (job.id, job.domain, job.client, job.prompt, tuple(job.tokens), job.passes)
             self.samples.add(SampledAnswer(*own, heat, finish))
 
-    # When nothing goes on
+    # After a failure or a stop
 
     def _fail_all(self, why: str) -> None:
-        """Tell every job in hand that it will not be answered."""
+        """Fail every job under way."""
         status = 503 if self._ended else 500
         self._out += [(job, Failed(ApiError(status, why))) for job in self._live.values()]
         self._live.clear()
@@ -412,7 +413,7 @@ class Scheduler:
         self._send(0)
 
     def _drain_inbox(self) -> None:
-        """Refuse what still came in, for good: the inbox is no longer read."""
+        """Refuse the jobs left in the inbox, which is not read after that."""
         error = ApiError(503, "the engine has failed; the server is going down")
         while True:
             try:

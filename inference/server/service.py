@@ -1,5 +1,5 @@
-"""What stands between a request and the worker: admission, prompts to tokens, events back to
-whoever waits, shutting down."""
+"""The layer between the routes and the worker: admission, tokenising prompts, delivering events,
+and shutting down."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 Made = TypeVar("Made")
 LARGEST_DEFAULT_CONTEXT = 4096
 SHORT_PROMPT = 16384
-"""Characters of a prompt that is tokenised in a few milliseconds. Longer ones have a thread of
-their own, where they wait for each other alone."""
+"""Most characters of a prompt that is tokenised in a few milliseconds. Longer prompts have a
+separate thread, where they wait only for each other."""
 OUTCOMES = {
     401: "unauthorized",
     429: "overloaded",
@@ -52,12 +52,12 @@ OUTCOMES = {
     503: "unavailable",
     504: "timeout",
 }
-"""How a request ended, by the status of its error; invalid for all others."""
+"""A request's outcome by the status of its error; invalid for all other statuses."""
 
 
 class Ticket:
-    """An answer under way, one of the choices of a request: its job, its place, and the events that
-    came for it. gone: the client has left."""
+    """An answer under way, one of the choices of a request: its job, its place, and its events.
+    gone: the client has left."""
 
     def __init__(self, job: ServedRequest, service: Service, place: Place) -> None:
         self.job, self.service, self.place = job, service, place
@@ -78,7 +78,7 @@ class Ticket:
         self._events.put_nowait(None)
 
     async def start(self) -> None:
-        """Wait until the prompt was read; raises `ApiError` (also 429 when that takes longer than
+        """Wait until the prompt was read; raises `ApiError` (429 if it takes longer than
         `serve.queue_seconds`)."""
         event = await self._next(self.job.created + self.service.config.queue_seconds, self._late)
         assert isinstance(event, Started)
@@ -95,7 +95,7 @@ class Ticket:
         message = f"the answer took longer than {self.service.config.request_seconds:g} s."
         event = await self._next(self._deadline, lambda: ApiError(504, message, code="timeout"))
         assert isinstance(event, (Piece, Done))
-        if self.job.asked.limit == 0:  # the prompt alone was wanted, and a token came of reading it
+        if self.job.asked.limit == 0:  # only the prompt was requested: drop the prefill's token
             event = _without_text(event)
         if isinstance(event, Done):
             self.ended = True
@@ -103,7 +103,7 @@ class Ticket:
         return event
 
     async def _next(self, deadline: float, late: Callable[[], ApiError]) -> Event:
-        """The next event; raises `ApiError`: `late` at the deadline, or what made the job fail."""
+        """The next event; raises `ApiError`: `late` at the deadline, or the job's error."""
         event = None
         try:
             async with asyncio.timeout(max(0.0, min(deadline, self._deadline) - time.monotonic())):
@@ -118,7 +118,7 @@ class Ticket:
         return event
 
     def close(self) -> None:
-        """Whatever happened, afterwards the row is free and the place given back."""
+        """Free the row and give back the place, after success or failure."""
         if not self.ended:
             self.ended = True
             self.service.scheduler.cancel(self.job)
@@ -127,7 +127,7 @@ class Ticket:
 
 
 class Service:
-    """One server: its engine, its limits, its numbers. All methods but `post` belong to the event
+    """One server: its engine, limits and metrics. Call all methods except `post` on the event
     loop's thread."""
 
     def __init__(
@@ -142,9 +142,9 @@ class Service:
         checkpoint: str = "",
         samples: Path | None = None,
     ) -> None:
-        """drafter, weights: its name and the hash of its weights, for the records. admin: the token
-        of whoever may change the drafter; None: nobody may over HTTP. checkpoint: the drafter's
-        folder, where it has one. samples: folder of a learner's samples."""
+        """drafter, weights: the drafter's name and the hash of its weights, for the records. admin:
+        the admin token; None: the drafter cannot be changed over HTTP. checkpoint: the drafter's
+        folder, if it has one. samples: folder of a learner's samples."""
         self.config, self.engine, self.secret = config, engine, secret
         info, decode = engine.target.info, engine.decode
         folder = Path(info.id)
@@ -157,7 +157,7 @@ class Service:
         self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, drafts)
         self.metrics.info.labels(self.name, drafter, decode.shape, "1").set(1)
         self.metrics.rows.set(decode.batch_size)
-        rule = sampling_rule(decode.rule, decode.shape)  # that of requests above 0
+        rule = sampling_rule(decode.rule, decode.shape)  # of requests above temperature 0
         facts = record_facts(engine, drafter, weights, rule)
         log, sampled = None, None
         if records is not None:
@@ -186,22 +186,22 @@ class Service:
         self.open: set[Ticket] = set()
         self.places = Places(decode.batch_size + config.queue)
         self._log = QuietLog(logger)
-        # one for each thread that uses it
+        # one copy for each thread that uses it
         self._tokenizer = copy.deepcopy(engine.target.tokenizer)
         self._other_tokenizer = copy.deepcopy(engine.target.tokenizer)
         self.texts = TokenTexts(copy.deepcopy(engine.target.tokenizer))
-        """Of the event loop's thread."""
+        """For the event loop's thread."""
         self.longest_prompt = self.context * max(map(len, self._tokenizer.get_vocab()))
-        """Characters that fit into the context at most."""
-        # what belongs to rendering itself: a request must not bring a template of its own, or
-        # change what comes out
+        """Most characters that can fit into the context."""
+        # arguments of rendering itself: a request must not set its own template, or change the kind
+        # of output
         known = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", "add_generation_prompt", *known}
         self._short = FairWorkers(1, "headstart-prompts")
         self._long = FairWorkers(1, "headstart-long-prompts")
 
     def start(self) -> None:
-        """Start the worker; raises `UserError` when its buffers cannot be made."""
+        """Start the worker; raises `UserError` if its buffers cannot be allocated."""
         self.scheduler.start()
         if self.recorder is not None:
             self.recorder.start()
@@ -209,7 +209,7 @@ class Service:
             self.watched.start()
 
     def stop(self) -> None:
-        """End the worker and write what was recorded."""
+        """End the worker and write the buffered records."""
         self.scheduler.stop()
         if self.watched is not None:
             self.watched.stop()
@@ -222,12 +222,12 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the server accepts requests."""
         return self.scheduler.healthy and not self.draining
 
     def overloaded(self, why: str) -> ApiError:
-        """Status 429, with a guess when a place will be free: what those before it have taken so
-        far, at least a second."""
+        """Status 429, with an estimate of when a place will be free: the mean age of the open
+        requests, at least a second."""
         now = time.monotonic()
         ages = [now - ticket.job.created for ticket in self.open]
         wait = math.ceil(min(max(sum(ages) / len(ages) if ages else 1.0, 1.0), 60.0))
@@ -235,11 +235,11 @@ class Service:
         return ApiError(429, message, code="overloaded", retry_after=wait)
 
     def displaced(self) -> ApiError:
-        """Status 429 for a request whose place went to a client with fewer of them."""
+        """Status 429 for a request whose place went to a client with fewer requests."""
         return self.overloaded("other clients wait as well, and this address has the most requests")
 
     def enter(self, client: str) -> Place:
-        """A place for a client's request, to be left in the end; raises `ApiError`."""
+        """A place for a client's request, which the caller must give back; raises `ApiError`."""
         self._require_ready()
         place = self.places.take(client)
         if place is None:
@@ -254,15 +254,15 @@ class Service:
     async def tickets(
         self, asked: Asked, domain: str, created: float, place: Place
     ) -> list[Ticket]:
-        """Turn a request into a job for each of its choices, `asked.choices` of every prompt, and
-        hand them to the worker; raises `ApiError`. Each has a place, the first one `place`."""
+        """Make a job for each choice of a request, `asked.choices` per prompt, and queue them at
+        the worker; raises `ApiError`. Each job has a place; the first one has `place`."""
         places = [place, *self._further_places(asked, place.client)]
         try:
             prompts = [await self.tokens(asked, one, created, place) for one in asked.prompts]
             if asked.constraint is not None or self.engine.constraint is not None:
                 late = "the structure of the answer was not compiled"
                 await self._in_turn(self._long, partial(self._compile, asked), created, place, late)
-            self._require_ready()  # again: reading the prompts took a while
+            self._require_ready()  # again, as tokenising the prompts takes time
             limits = [self._limit(asked, prompt) for prompt in prompts]
         except BaseException:
             for other in places[1:]:
@@ -292,7 +292,7 @@ class Service:
         return tickets
 
     def _further_places(self, asked: Asked, client: str) -> list[Place]:
-        """Places for all choices but the first; raises `ApiError`."""
+        """Places for all choices except the first; raises `ApiError`."""
         count, places = len(asked.prompts) * asked.choices, list[Place]()
         if count > self.places.most:
             name = "n" if asked.choices > 1 else "prompt"
@@ -314,8 +314,8 @@ class Service:
     async def tokens(
         self, asked: Asked, prompt: Any, created: float, place: Place
     ) -> tuple[int, ...]:
-        """The token ids of one of a request's prompts; raises `ApiError`. Others than short prompts
-        are made into tokens one at a time, clients in turn."""
+        """The token ids of one of a request's prompts; raises `ApiError`. Long prompts are
+        tokenised one at a time; clients take turns."""
         if isinstance(prompt, tuple):
             return prompt
         size = characters(prompt) + characters(asked.template)
@@ -338,8 +338,8 @@ class Service:
     async def _in_turn(
         self, lane: FairWorkers, work: Callable[[], Made], created: float, place: Place, late: str
     ) -> Made:
-        """What `work` returns, done on a thread when it is the client's turn; raises `ApiError`.
-        late: what has not happened within `serve.queue_seconds`."""
+        """The result of `work`, which runs on a thread when it is the client's turn; raises
+        `ApiError`. late: the message if it does not happen within `serve.queue_seconds`."""
         seconds = self.config.queue_seconds
         try:
             async with asyncio.timeout(max(0.0, created + seconds - time.monotonic())):
@@ -347,11 +347,11 @@ class Service:
         except TimeoutError as error:
             raise self.overloaded(f"{late} within {seconds:g} s") from error
         except asyncio.CancelledError:
-            self._require_ready()  # what waited when the server stopped
+            self._require_ready()  # if it waited when the server stopped
             raise
 
     def _compile(self, asked: Asked) -> None:
-        """Compile what an answer has to follow before the worker needs it; raises `ApiError`."""
+        """Compile the constraint of an answer before the worker needs it; raises `ApiError`."""
         own = "ignore_eos" if asked.ignore_eos else "min_tokens"
         name, constraint = asked.constraint or (own, None)
         given = (None, asked.ignore_eos, constraint, asked.min_tokens)
@@ -361,15 +361,15 @@ class Service:
             raise ApiError(400, f"'{name}': {error}", name) from error
 
     def require_tokens(self, tokens: tuple[int, ...], name: str) -> None:
-        """Raise `ApiError` for ids that are no tokens. name: the parameter that has them."""
+        """Raise `ApiError` for invalid token ids. name: the parameter that has them."""
         vocab = self.engine.target.info.vocab_size
         if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
             message = f"token ids go from 0 to {vocab - 1}; the {name} has others."
             raise ApiError(400, message, name)
 
     def _limit(self, asked: Asked, prompt: tuple[int, ...]) -> int:
-        """The most new tokens of an answer to `prompt`; raises `ApiError` where there is no room
-        for them."""
+        """The most new tokens of an answer to `prompt`; raises `ApiError` if there is no room for
+        them."""
         if not prompt:
             raise ApiError(400, "the prompt is empty.", "prompt")
         self.require_tokens(prompt, "prompt")
@@ -399,20 +399,21 @@ class Service:
             if asked.kind == CHAT:
                 arguments = dict(asked.template)
                 return tuple(render_prompt(tokenizer, prompt, arguments=arguments))
-            prompt.encode("utf-8")  # half a surrogate pair, which JSON can hold, is no text
+            prompt.encode("utf-8")  # JSON can hold half a surrogate pair, which is not valid text
             return tuple(tokenizer.encode(prompt, add_special_tokens=asked.special))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from error
         except UnicodeEncodeError as error:
             message = "the prompt is not valid text (a lone surrogate)."
             raise ApiError(400, message, "prompt") from error
-        # a template that cannot work with the values it was given
+        # the template fails on the given values
         except (TypeError, ValueError) as error:
             message = f"the chat template fails on this conversation ({type(error).__name__})."
             raise ApiError(400, message, "messages") from error
 
     def refused(self, method: str, error: ApiError, client: str) -> None:
-        """Note a request that ended with an error; it counts unless it only looked."""
+        """Note a request that ended with an error: count it if it is a POST or its headers were not
+        read, and log it unless its client has left."""
         if method in ("POST", ""):
             self.metrics.requests.labels(OUTCOMES.get(error.status, "invalid")).inc()
         if error.status != 499:
@@ -421,7 +422,7 @@ class Service:
     # From the worker
 
     def post(self, events: list[tuple[ServedRequest, Event]]) -> None:
-        """Take a step's events from the worker's thread to the loop's."""
+        """Pass a step's events from the worker's thread to the loop's."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(_deliver, events)
 
@@ -432,7 +433,7 @@ class Service:
     # Shutting down
 
     async def drain(self) -> None:
-        """Take nothing new, let what runs end for `serve.grace_seconds`, then break off the
+        """Accept nothing new, let running requests end for `serve.grace_seconds`, then cancel the
         rest."""
         self.draining = True
         await self._wait_until_empty(self.config.grace_seconds)
@@ -447,7 +448,7 @@ class Service:
             await asyncio.sleep(0.02)
 
     def facts(self) -> dict[str, str | int]:
-        """What /v1/models says of the model."""
+        """The model's entry in /v1/models."""
         return {
             "id": self.name,
             "object": "model",
@@ -459,20 +460,20 @@ class Service:
 
 
 def _wanted_logprobs(asked: Asked) -> Logprobs | None:
-    """What the decoder is asked for."""
+    """The log-probabilities that the decoder must compute, or None."""
     return None if asked.logprobs is None else Logprobs(asked.logprobs, asked.echo)
 
 
 def _without_text(event: Piece | Done) -> Piece | Done:
-    """The event of an answer of no tokens."""
+    """The event for an answer without tokens."""
     if isinstance(event, Piece):
         return Piece("")
     return Done("", "length", (), event.drafts)
 
 
 def characters(value: object, names: bool = False) -> int:
-    """Characters of all texts in a value of JSON. names: those of members' names as well, and one
-    for everything else, of which a template may make any text."""
+    """Characters of all texts in a JSON value. names: also count the members' names, and one
+    character for every other value, which a template may turn into text."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Structured output as clients ask for it: OpenAI's `response_format`, vLLM's `structured_outputs`
+"""Structured output as clients request it: OpenAI's `response_format`, vLLM's `structured_outputs`
 and its older `guided_...` fields."""
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ FIELDS: dict[str, type] = {
     "guided_choice": list,
     "guided_grammar": str,
 }
-"""Parameters of a request that ask for it, and their types."""
+"""Parameters of a request for structured output, and their types."""
 FORMATS = ("text", "json_object", "json_schema")
 WAYS = ("json", "regex", "choice", "grammar", "json_object")
-"""Keys of `structured_outputs`, of which one is given."""
+"""Keys of `structured_outputs`, of which exactly one must be given."""
 NEUTRAL_WAYS = ("disable_fallback", "disable_additional_properties")
-"""Keys that change nothing here."""
+"""Keys that have no effect here."""
 
 
 def read_constraint(given: Mapping[str, Any]) -> tuple[str, Constraint] | None:
-    """The parameter that says what an answer has to follow, and what it says; None where none does.
-    Raises `ApiError`: 400 for values that mean nothing, and for two of them."""
+    """The parameter that constrains the answer, and its constraint; None if there is none. Raises
+    `ApiError` (400) for invalid values, and for more than one such parameter."""
     found = [(name, _read(name, given[name])) for name in FIELDS if name in given]
     asked = [(name, constraint) for name, constraint in found if constraint is not None]
     if len(asked) > 1:
@@ -81,7 +81,7 @@ def _structured_outputs(value: dict[str, Any]) -> Constraint | None:
 
 
 def _way(way: str, value: Any, name: str, any_whitespace: bool) -> Constraint:
-    """One of `WAYS` with its value. name: the parameter that it came in."""
+    """The constraint for one of `WAYS` and its value. name: the parameter that contained it."""
     if way == "json_object":
         return Constraint.json_object(any_whitespace)
     if way == "json":

@@ -1,5 +1,5 @@
-"""The metrics of a server's drafters: which one drafts, how often it changed, and what each of two
-does during a trial."""
+"""The metrics of a server's drafters: which one drafts, how often it changed, and the results of
+both drafters during a trial."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SwapMetrics:
                 one.labels(arm)
 
     def shows(self, name: str) -> None:
-        """Name the drafter."""
+        """Set the drafter's name."""
         self.drafter.clear()
         self.drafter.labels(name).set(1)
 

@@ -1,13 +1,13 @@
-"""Changing the drafter of a running server, and trying a candidate beside it.
+"""Changing the drafter of a running server, and trying a candidate in a trial.
 
     service.swaps.install(Path("outputs/new/train/eagle3/best"))
     service.swaps.start_trial(candidate, share=0.5)
     state = service.swaps.trial()          # sums and observations of both, at any time
     service.swaps.end_trial(keep=True)
 
-No request is dropped and no token changes under rule match and at temperature 0; above it, rules
-that weigh drafts keep the target's distribution. Loading happens on the caller's thread, checking
-and the change itself between two steps of the worker.
+No request is dropped. Under rule match, and at temperature 0, no token changes; above temperature
+0, rules that weigh drafts keep the target's distribution. The drafter is loaded on the caller's
+thread; the worker checks and installs it between two steps.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from inference.staleness.reference import passes_within
 
 logger = logging.getLogger(__name__)
 CHECKED_TOKENS = 8
-"""Tokens of the prompt and of the answer that a new drafter is checked with."""
+"""Tokens of the prompt, and of the answer, that a new drafter is checked with."""
 
 
 class DrafterSwaps:
-    """The drafters of one server. All methods may be called from any thread, and take turns."""
+    """The drafters of one server. All methods may be called from any thread; changes run one at a
+    time."""
 
     def __init__(
         self, engine: Engine, scheduler: Scheduler, name: str, metrics: SwapMetrics
@@ -54,12 +55,12 @@ class DrafterSwaps:
         metrics.shows(name)
 
     def install(self, checkpoint: Path | str) -> None:
-        """Draft with `checkpoint` (a folder, or a kind without weights) from now on, in requests
-        under way too.
+        """Draft with `checkpoint` (a folder, or a kind without weights) from now on, also in
+        requests under way.
 
-        Raises `UserError` and keeps what there is where it cannot be taken: files that are missing,
-        damaged or not finite, another target, vocabulary or revision, a drafter that fails to draft
-        a short text or does not fit into memory, a trial that runs.
+        Raises `UserError` and keeps the current drafter if the new one cannot be installed: files
+        that are missing, damaged or not finite; another target, vocabulary or revision; a drafter
+        that fails to draft a short text or does not fit into memory; a running trial.
         """
 
         def change(session: Session, drafter: Any, name: str) -> list[Completion]:
@@ -74,8 +75,8 @@ class DrafterSwaps:
 
     def start_trial(self, checkpoint: Path | str, share: float = 0.5) -> None:
         """Let `share` (0 to 1, both excluded) of the requests that begin from now on draft with
-        `checkpoint`. Raises `UserError` as `install` does, and where the two cannot be verified
-        together."""
+        `checkpoint`. Raises `UserError` as `install` does, and if the two drafters cannot be
+        verified together."""
         if not 0.0 < share < 1.0:
             raise UserError(f"a trial's share lies between 0 and 1, both excluded; given: {share}.")
         engine = self.engine
@@ -95,13 +96,13 @@ class DrafterSwaps:
             logger.info("'%s' is tried beside '%s', share %g", name, self._current, share)
 
     def trial(self) -> TrialState | None:
-        """What both drafters have done so far; None where no trial runs."""
+        """The results of both drafters so far; None if no trial runs."""
         counts = self.scheduler.trial
         return None if counts is None else counts.state()
 
     def end_trial(self, keep: bool) -> None:
-        """End the trial: with the candidate as drafter (keep), or without it. Raises `UserError`
-        where none runs (also after a failed step, which ends a trial without the candidate)."""
+        """End the trial, with the candidate as drafter (keep) or without it. Raises `UserError` if
+        no trial runs (a failed step also ends a trial, without the candidate)."""
 
         def settle(session: Session) -> list[Completion]:
             if self.scheduler.trial is None:
@@ -120,7 +121,7 @@ class DrafterSwaps:
             logger.info("the trial has ended; the drafter is '%s'", self._current)
 
     def current(self) -> str:
-        """The drafter's checkpoint folder, or its kind; during a trial that of the other rows."""
+        """The drafter's checkpoint folder or kind; during a trial, not the candidate's."""
         return self._current
 
     # One change
@@ -128,7 +129,7 @@ class DrafterSwaps:
     def _take(
         self, checkpoint: Path | str, change: Callable[[Session, Any, str], list[Completion]]
     ) -> str:
-        """Load and check a drafter and let the worker make the change; returns its name."""
+        """Load a drafter and let the worker check it and make the change; returns its name."""
         began = time.perf_counter()
         try:
             if self.scheduler.trial is not None:
@@ -164,12 +165,12 @@ class DrafterSwaps:
         name = str(checkpoint_folder(checkpoint) or checkpoint)
         try:
             return load_drafter(checkpoint, self.engine.target, device=device), name
-        # a full device, and files that are changed while they are read
+        # a full device, or files that change while they are read
         except (RuntimeError, MemoryError, OSError) as error:
             raise UserError(f"'{checkpoint}' cannot be loaded: {first_line(error)}.") from error
 
     def _call(self, work: Work, checkpoint: Path | str) -> None:
-        """Let the worker do it; what fails for want of memory is a `UserError` too."""
+        """Let the worker run `work`; a lack of memory becomes a `UserError`."""
         try:
             self.scheduler.call(work)
         except (RuntimeError, MemoryError) as error:
@@ -177,7 +178,8 @@ class DrafterSwaps:
             raise UserError(f"'{checkpoint}' cannot be taken: {first_line(error)}.") from error
 
     def _step_failed(self) -> None:
-        """A step has failed, on the worker's thread: whatever is on trial may be why."""
+        """End a trial after a failed step, as the candidate may be the cause. Called on the
+        worker's thread."""
         pair = self.engine.drafter
         if isinstance(pair, DrafterPair):
             self.engine.drafter = pair.first
@@ -187,8 +189,8 @@ class DrafterSwaps:
 
 
 def check_drafts(engine: Engine, drafter: Any) -> None:
-    """Decode a short text with `drafter`, as the engine drafts, one row in buffers of its own.
-    Raises `UserError` where that fails. Only where the target does nothing else meanwhile."""
+    """Decode a short text with `drafter` under the engine's settings, with one row in separate
+    buffers. Raises `UserError` if that fails. The target must not be in use meanwhile."""
     plain = {"adaptive": "none", "adaptive_head": "", "adaptive_lengths": (), "structure": ""}
     decode = replace(engine.decode, batch_size=1, graph="off", compile=False, **plain)  # type: ignore[arg-type]
     vocab = engine.target.info.vocab_size
@@ -204,5 +206,5 @@ def check_drafts(engine: Engine, drafter: Any) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, or its name."""
+    """The first line of an error's message, or its type's name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,5 +1,5 @@
-"""An answer's text as it arrives, cut at stop strings. What could still become a stop string is
-withheld until that is decided."""
+"""An answer's text as it arrives, cut at stop strings. Text that could be the beginning of a stop
+string is withheld until this is decided."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inference.target.text_pieces import TextPieces
 
 
 class StopText:
-    """Tokens in, text out. tokens: how many it took up to and including the one that completed a
-    stop string. least: that many tokens are not searched for one."""
+    """Converts tokens to text. tokens: tokens taken so far, up to the one that completed a stop
+    string. least: the first `least` tokens are not searched for stop strings."""
 
     def __init__(
         self, tokenizer: Any, ends: Sequence[int], stops: tuple[str, ...], least: int = 0
@@ -22,13 +22,13 @@ class StopText:
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that more tokens decide. After a stop string (`stopped`) nothing is taken any
-        more."""
+        """The text that is decided after more tokens. After a stop string (`stopped`), further
+        tokens are ignored."""
         if not self.stops:
             self.tokens += len(tokens)
             return self.pieces.add(tokens)
         shown = ""
-        # one by one, so that the count does not depend on how many came together
+        # one by one, so that the count does not depend on the size of the call
         for token in tokens:
             if self.stopped:
                 break
@@ -38,7 +38,7 @@ class StopText:
         return shown
 
     def rest(self) -> str:
-        """What was withheld, once no more tokens come."""
+        """The withheld text, once no more tokens come."""
         if self.stopped:
             return ""
         shown = self._decide(self.pieces.rest())
@@ -47,7 +47,7 @@ class StopText:
         return shown
 
     def _decide(self, piece: str) -> str:
-        """What of the withheld text and `piece` can be shown."""
+        """The part of the withheld text and `piece` that can be shown."""
         if not piece:
             return ""
         text = self._held + piece
@@ -61,7 +61,7 @@ class StopText:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` could begin."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

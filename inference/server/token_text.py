@@ -1,7 +1,7 @@
-"""The text and the bytes of single tokens, as log-probabilities name them.
+"""The text and the bytes of single tokens, for log-probabilities.
 
-A token need not be whole characters. Its bytes are then those that its name stands for: tokenizers
-that work on bytes write every byte as a character (GPT-2), others have tokens for single bytes
+A token may hold parts of characters. Its bytes are then derived from its name in the vocabulary:
+byte-level tokenizers write every byte as a character (GPT-2), others have tokens for single bytes
 (`<0xE2>`, SentencePiece).
 """
 
@@ -18,25 +18,25 @@ SPACE = "\u2581"
 
 
 class TokenTexts:
-    """See the module. To be used from one thread; what was asked for once is kept."""
+    """See the module. Use it from one thread; results are cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """UTF-8, or a part of it."""
+        """The token's bytes: UTF-8, or a part of it."""
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
 
     def text(self, token: int) -> str:
-        """Its text, with a mark for parts of characters."""
+        """The token's text, with a replacement character for parts of characters."""
         return self.bytes_of(token).decode(errors="replace")
 
     def name(self, token: int) -> str:
-        """Its text, or its bytes where they are no text: the key of a completion's `top_logprobs`,
-        where tokens must differ."""
+        """The token's text, or its bytes if they are not valid text. It is the key in a
+        completion's `top_logprobs`, where the keys of tokens must differ."""
         held = self.bytes_of(token)
         try:
             return held.decode()
@@ -57,13 +57,13 @@ class TokenTexts:
         if REPLACEMENT in text and all(letter in BYTES for letter in piece):
             return bytes(BYTES[letter] for letter in piece)
         if piece.startswith(SPACE) and not text.startswith(" "):
-            text = " " + text  # dropped at the beginning of a text
+            text = " " + text  # decoding drops it at the beginning of a text
         return text.encode(errors="replace")
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's character for every byte: printable ones of Latin-1 are themselves, all others follow
-    from U+0100 on."""
+    """GPT-2's character for every byte: printable characters of Latin-1 stand for themselves, all
+    other bytes are mapped to U+0100 and the following."""
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,13 +1,14 @@
-"""A candidate beside the drafter in a running server: what each of the two has done, at any time.
+"""A trial of a candidate beside the drafter of a running server: the results of both so far.
 
-Every request that begins while a trial runs drafts with one of the two, by a hash of its seed and
-number under a key that is drawn for the trial, so that no client can choose; requests that ran
-before keep the drafter and do not count. The text never depends on it.
+Every request that begins during a trial drafts with one of the two. A hash of its seed and number
+under a key drawn for the trial decides, so that no client can choose. Requests that ran before keep
+the drafter and do not count. The text never depends on the choice.
 
 An answer is one observation for the sequential test: the drafted tokens that its first `most`
-passes accepted, and how many passes those were (`inference.staleness.evidence.Bets.add`). It is
-known as soon as it has so many passes, or has ended. Its client is a number, in the order in which
-clients came to the trial: enough to bound what one of them weighs, and no address.
+passes accepted, and the number of these passes (`inference.staleness.evidence.Bets.add`). It is
+complete once the answer has that many passes, or has ended. Its client is a number, in the order in
+which clients joined the trial. The number suffices to bound the weight of one client, and no
+address is stored.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from dataclasses import dataclass, field
 from inference.decoding.requests import PassRecord, Request
 
 MOST_ANSWERS = 200_000
-"""Answers of an arm that are kept one by one; later ones count in the sums alone."""
+"""Most answers of an arm that are kept individually; later ones count only in the sums."""
 
 
 @dataclass(frozen=True)
 class ArmAnswer:
     """One answer. accepted: drafted tokens that its first `passes` verifications kept; passes: at
-    most `TrialState.most`, at least 1; client: whose, from 0 on, the same in both arms."""
+    most `TrialState.most`, at least 1; client: its number, from 0, the same in both arms."""
 
     domain: str
     accepted: int
@@ -36,11 +37,11 @@ class ArmAnswer:
 
 @dataclass(frozen=True)
 class ArmState:
-    """What one drafter of a trial has done so far.
+    """The results of one drafter of a trial so far.
 
-    drafter: its checkpoint folder or kind; rows: requests that were given it; passes, committed,
-    accepted: their verifications, the tokens committed by these, the drafted ones among them;
-    answers: the observations, in the order in which they were complete.
+    drafter: its checkpoint folder or kind; rows: requests assigned to it; passes, committed,
+    accepted: their verifications, the tokens that these committed, and the drafted ones of these;
+    answers: the observations, in the order of completion.
     """
 
     drafter: str
@@ -58,8 +59,8 @@ class ArmState:
 
 @dataclass(frozen=True)
 class TrialState:
-    """A trial as it stands. share: of the requests that draft with the candidate; most: passes of
-    an answer that count as its observation; depth: deepest drafted level, for
+    """The current state of a trial. share: of the requests that draft with the candidate; most:
+    most passes of an answer that count in its observation; depth: deepest drafted level, for
     `inference.staleness.evidence.Grid`."""
 
     current: ArmState
@@ -70,8 +71,8 @@ class TrialState:
 
 
 def drafts_with_candidate(share: float, key: bytes, request: Request) -> bool:
-    """Whether a request drafts with the candidate: the same for the same seed and number under a
-    key of at most 64 bytes, which whoever sends requests does not know."""
+    """Whether a request drafts with the candidate: a function of its seed and number under a key of
+    at most 64 bytes, which clients do not know."""
     own = f"{request.seed}:{request.index}".encode()
     place = int.from_bytes(hashlib.blake2b(own, digest_size=8, key=key).digest(), "big")
     return place < share * 2.0**64
@@ -79,7 +80,7 @@ def drafts_with_candidate(share: float, key: bytes, request: Request) -> bool:
 
 @dataclass
 class _Arm:
-    """The sums of one drafter; `open` has the answers under way by their request's index."""
+    """The sums of one drafter; `open` has the answers under way by the index of their request."""
 
     drafter: str
     rows: int = 0
@@ -95,7 +96,7 @@ class _Arm:
 
 
 class TrialCounts:
-    """The counters of one trial. The worker counts, any thread may look."""
+    """The counters of one trial. The worker counts; any thread may read."""
 
     def __init__(
         self,
@@ -106,14 +107,15 @@ class TrialCounts:
         depth: int,
         booked: Callable[[bool, PassRecord], None] = lambda candidate, record: None,
     ) -> None:
-        """booked: told of every verification that counts, and whether the candidate drafted."""
+        """booked: called for every verification that counts, with whether the candidate drafted."""
         self.share, self.most, self.depth, self.booked = share, most, depth, booked
         self._arms = _Arm(current), _Arm(candidate)
         self._clients = dict[str, int]()
         self._lock = threading.Lock()
 
     def count(self, index: int, domain: str, record: PassRecord, client: str = "") -> None:
-        """Book a verification of a client's request `index`, unless that began before the trial."""
+        """Count a verification of a client's request `index`, unless the request began before the
+        trial."""
         if record.arm is None:
             return
         with self._lock:
@@ -132,7 +134,7 @@ class TrialCounts:
         self.booked(bool(record.arm), record)
 
     def ended(self, index: int, domain: str, client: str = "") -> None:
-        """A client's request has ended, however."""
+        """Note that a client's request has ended, for any reason."""
         with self._lock:
             for arm in self._arms:
                 kept = arm.open.pop(index, [])
@@ -145,7 +147,7 @@ class TrialCounts:
             arm.answers.append(ArmAnswer(domain, sum(kept), len(kept), number))
 
     def state(self) -> TrialState:
-        """A copy of everything as it stands."""
+        """A copy of the current state."""
         with self._lock:
             current, candidate = (arm.state() for arm in self._arms)
         return TrialState(current, candidate, self.share, self.most, self.depth)

@@ -1,17 +1,17 @@
 """The target's attention: one function for training features, prefill and tree verification.
 
-It is registered with transformers' `AttentionInterface`, without a mask function, so that models
-build no dense mask of their own; what may be attended to comes from the `AttentionPlan` of the
-running forward pass. Where the tree attention kernel runs, the plan hands it the tree's bits;
-elsewhere it spells a mask out. Sliding windows are tested by position, not by slot, because tree
-nodes of one depth share a position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) take the
-plain path. Layers with an indexer say which keys each query may see besides (`indexed.py`); those
-that attend in chunks, or scale queries by their position (Llama 4), are marked before
-(`mark_layers`), since neither is among what they hand over.
+It is registered with transformers' `AttentionInterface` without a mask function, so that models
+build no dense mask. The `AttentionPlan` of the running forward pass says which keys are visible. If
+the tree attention kernel runs, the plan gives it the tree's bits; otherwise it builds a mask.
+Sliding windows are tested by position, not by slot, because tree nodes of one depth share a
+position. Soft-capping (Gemma 2) and attention sinks (GPT-OSS) use the plain path. Layers with an
+indexer additionally pass the keys that each query may see (`indexed.py`). Layers that attend in
+chunks, or that scale queries by their position (Llama 4), are marked beforehand (`mark_layers`), as
+they do not pass either setting to the attention function.
 
-A layer that is compiled is handed no cache: writing its keys and values and attending is one opaque
-operation there (`attend_in_cache`), which finds the layer by a number on the host, so that all
-layers share one compiled graph (inference/decoding/execution/layers.py).
+A compiled layer gets no cache. There, writing keys and values and attending is one opaque operation
+(`attend_in_cache`). It finds the layer by a number on the host, so that all layers share one
+compiled graph (inference/decoding/execution/layers.py).
 
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
 """
@@ -41,15 +41,15 @@ NAME = "headstart"
 
 @dataclass
 class AttentionPlan:
-    """What the queries of one forward pass may see.
+    """The keys that the queries of one forward pass may see.
 
-    allowed [B|1, N, S] bool, or None when plain causality says it all (`causal`: the queries are
-    the last N positions) or every key is visible. documents: where those of packed rows lie, each
-    of which is causal; None: every row is one. query_positions [B|1, N], key_positions [B|1, S]
-    int64: for sliding windows only.
-    nodes: the queries are tree nodes over the whole cache, for the kernel, which takes lengths [B]
-    int64, words [1|B, N, W] int32 and depth [1|B, N] int64 in the place of everything else.
-    cache, modules: where compiled layers write, and their attention modules by number.
+    allowed [B|1, N, S] bool, or None if plain causality suffices (`causal`: the queries are the
+    last N positions) or every key is visible. documents: places of the documents of packed rows,
+    each of which is causal; None: every row is one document. query_positions [B|1, N],
+    key_positions [B|1, S] int64: for sliding windows only. nodes: the queries are tree nodes over
+    the whole cache, for the kernel, which takes lengths [B] int64, words [1|B, N, W] int32 and
+    depth [1|B, N] int64 instead of everything else. cache, modules: the cache that compiled layers
+    write to, and their attention modules by number.
     """
 
     allowed: Tensor | None
@@ -70,8 +70,8 @@ class AttentionPlan:
         chosen: Tensor | None = None,
         chunk: int | None = None,
     ) -> Tensor | None:
-        """Additive mask [B|1, 1, G*N, S] for packed queries; None when not needed. It is made once,
-        but for layers that narrow it by keys of their own: `chosen` [B, N, S] bool."""
+        """Additive mask [B|1, 1, G*N, S] for packed queries; None if not needed. It is built once,
+        except for layers that restrict it further by `chosen` [B, N, S] bool."""
         key = (window, chunk, groups, dtype)
         if chosen is None and key in self._bias:
             return self._bias[key]
@@ -85,7 +85,7 @@ class AttentionPlan:
         return bias
 
     def allowed_within(self, window: int | None, chunk: int | None = None) -> Tensor | None:
-        """`allowed` with causality, the window and the chunk made explicit where they matter."""
+        """`allowed` with causality, the window and the chunk made explicit if they matter."""
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         allowed = self.allowed
         if allowed is None and (self.causal or window is not None or chunk is not None):
@@ -102,7 +102,7 @@ _PLAN: ContextVar[AttentionPlan] = ContextVar("headstart_attention_plan")
 
 @contextmanager
 def attention_plan(plan: AttentionPlan) -> Any:
-    """Make `plan` the one that the registered attention function follows."""
+    """Within the block, the registered attention function follows `plan`."""
     token = _PLAN.set(plan)
     try:
         yield
@@ -112,15 +112,16 @@ def attention_plan(plan: AttentionPlan) -> Any:
 
 @dataclass(frozen=True)
 class LayerMarks:
-    """What an attention layer does beyond what it hands over. chunk: it sees keys of its own chunk
-    of so many positions; tuning: floor_scale and attn_scale, by which queries grow with their
-    position (2501.19399): 1 + attn_scale * log(1 + floor((position + 1) / floor_scale))."""
+    """Settings of an attention layer that it does not pass to the attention function. chunk: a
+    query sees only keys of its own chunk of this many positions; tuning: floor_scale and
+    attn_scale, by which queries grow with their position (2501.19399): 1 + attn_scale * log(1 +
+    floor((position + 1) / floor_scale))."""
 
     chunk: int | None = None
     tuning: tuple[float, float] | None = None
 
     def scaled(self, query: Tensor, positions: Tensor) -> Tensor:
-        """Queries [B, h, N, D] at positions [B|1, N]."""
+        """Queries [B, h, N, D] at positions [B|1, N], scaled by `tuning`."""
         if self.tuning is None:
             return query
         floor, scale = self.tuning
@@ -131,14 +132,14 @@ class LayerMarks:
 NO_MARKS = LayerMarks()
 MARKS = "headstart_marks"
 NUMBER = "headstart_number"
-"""An attention module's number in its compiled layer: an int64 tensor on the host, since a plain
-number is a constant of a compiled graph, and every layer would have a graph of its own."""
+"""An attention module's number in its compiled layer: an int64 tensor on the host. A plain number
+would be a constant of the compiled graph, and every layer would need a separate graph."""
 
 
 def mark_layers(model: Any, config: Any) -> bool:
-    """Mark the layers of a text model that attend in chunks or tune their queries; the latter no
-    longer do that themselves, since they count positions from the beginning of a pass. Returns
-    whether any attend in chunks."""
+    """Mark the layers of a text model that attend in chunks or tune their queries. The tuning of
+    marked layers is turned off, as they count positions from the beginning of a pass. Returns
+    whether any layer attends in chunks."""
     kinds, chunked = getattr(config, "layer_types", None) or (), False
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
@@ -171,17 +172,18 @@ def planned_attention(
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [B, h*G, N, D], key, value [B, h, S, D] -> [B, N, h*G, D].
+    """Attention as transformers calls it: query [B, h*G, N, D], key, value [B, h, S, D] ->
+    [B, N, h*G, D].
 
-    indices [B, N, K] int32: the keys that an indexer lets each query see; as many as there are
-    keys, or None, are all.
+    indices [B, N, K] int32: the keys that an indexer lets each query see. If it has as many entries
+    as there are keys, or is None, all keys are visible.
     """
     if torch.compiler.is_dynamo_compiling():
         number = getattr(module, NUMBER)
         return attend_in_cache(
             number, query, key, value, scaling, sliding_window, softcap, s_aux
         ), None
-    # a model that adds scores of its own: the plan does not know them (an indexer's is the plan's)
+    # a model that adds its own scores, which the plan lacks (an indexer's mask is the plan's)
     if attention_mask is not None and indices is None:
         raise RuntimeError("the model gives its attention a mask of its own")
     plan = _PLAN.get()
@@ -202,11 +204,11 @@ def planned_attention(
     groups = heads // key_heads
     shaped: Attend | None = None
     if softcap is not None or s_aux is not None:
-        # scores that torch's attention cannot shape
+        # torch's attention does not support these scores
         shaped = partial(_written_out, scaling=scaling, softcap=softcap, sinks=s_aux, groups=groups)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        # queries of one group are stacked as extra rows, so that no key or value is copied
+        # queries of one group become extra rows, so that no key or value is copied
         rows, count = query.shape[0], query.shape[2]
         packed = query.reshape(rows, key_heads, groups * count, size)
         if shaped is not None:
@@ -243,8 +245,8 @@ def attend_in_cache(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Write fresh keys [B, h, N, D] and values of layer `number` to the running plan's cache, and
-    attend to what it holds: `planned_attention` -> [B, N, h*G, D]."""
+    """Write new keys [B, h, N, D] and values of layer `number` to the running plan's cache, and
+    attend to the cache's keys: `planned_attention` -> [B, N, h*G, D]."""
     plan, layer = _PLAN.get(), int(number)
     keys, values = plan.cache.update(key, value, layer)
     limits: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
@@ -277,7 +279,7 @@ def _written_out(
         scores = scores + bias
     if sinks is None:
         weights = scores.softmax(-1)
-    else:  # a sink is a learned extra score per query head that takes weight and gives nothing
+    else:  # a sink is a learned extra score per query head that takes weight but has no value
         sink = sinks.reshape(1, key_heads, groups, 1, 1).expand(batch, -1, -1, rows // groups, 1)
         sink = sink.reshape(batch, key_heads, rows, 1).to(scores.dtype)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]

@@ -1,9 +1,9 @@
-"""Causal attention over long texts in memory that grows with their length, not with its square.
+"""Causal attention over long texts with memory linear in their length.
 
 A text of one document, read at once, is plain causal attention, which libraries compute without a
 mask. Windows, chunks, soft-capping, sinks, and the later part of a prompt whose beginning is in the
-cache are not: there queries are taken `BLOCK` at a time, each block over the keys that some of them
-see, with a mask of that size. Packed rows are taken document by document.
+cache need a mask. For these, queries are computed `BLOCK` at a time, each block over the keys that
+some of its queries see, with a mask of that size. Packed rows are computed document by document.
 
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
 """
@@ -21,7 +21,7 @@ from heads.nn.attention import additive
 from heads.nn.packing import Document
 
 BLOCK = 256
-"""Queries whose mask is spelt out at once."""
+"""Queries whose mask is built at once."""
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Packed queries [B, h, G*N, D], keys, values [B, h, S, ..] and an additive mask [1, 1, G*N, S] or
 None -> [B, h, G*N, Dv]."""
@@ -29,18 +29,19 @@ None -> [B, h, G*N, Dv]."""
 
 @dataclass(frozen=True)
 class Sight:
-    """What a causal layer sees besides: `window` positions back, and its own chunk of `chunk`."""
+    """Further limits of a causal layer: it sees `window` positions back, and only its own chunk of
+    `chunk` positions."""
 
     window: int | None = None
     chunk: int | None = None
 
     def first(self, position: int) -> int:
-        """The first position that is seen from `position`."""
+        """The first position that is visible from `position`."""
         first = 0 if self.window is None else max(0, position - self.window + 1)
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
     def is_plain(self, begin: int, end: int) -> bool:
-        """Whether every one of the positions [begin, end) sees all before it from `begin` on."""
+        """Whether each of the positions [begin, end) sees all positions from `begin` to itself."""
         return self.first(end - 1) <= begin
 
 
@@ -56,7 +57,7 @@ def causal_attention(
     """Attention of the last N of S positions: query [B, h*G, N, D], key, value [B, h, S, ..] ->
     [B, N, h*G, Dv].
 
-    attend: how scores become results; None: torch's attention, without a mask where it can be.
+    attend: computes attention with a mask; None: torch's attention, without a mask if possible.
     begin: the position of the first key.
     """
     batch, heads, nodes, size = query.shape
@@ -85,7 +86,7 @@ def causal_attention(
             chunk = sight.chunk
             allowed = allowed & ((begin + columns) // chunk == (begin + rows) // chunk)
         bias = additive(allowed, query.dtype).repeat(groups, 1)[None, None]
-        # queries of one group are stacked as extra rows, so that no key or value is copied
+        # queries of one group become extra rows, so that no key or value is copied
         packed = query[:, :, first:stop].reshape(batch, key_heads, groups * (stop - first), size)
         seen = key[:, :, low:high], value[:, :, low:high]
         out = (attend or by_mask)(packed, *seen, bias)
@@ -102,7 +103,8 @@ def packed_attention(
     lying: Sequence[Document],
     scaling: float | None = None,
 ) -> Tensor:
-    """`causal_attention` of packed rows, document by document; they cover all places in order."""
+    """`causal_attention` of packed rows, document by document. The documents `lying` cover all
+    places in order."""
     rows: list[list[Tensor]] = [[] for _ in range(query.shape[0])]
     for one in lying:
         at = slice(one.row, one.row + 1), slice(None), slice(one.first, one.end)

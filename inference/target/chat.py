@@ -1,23 +1,24 @@
-"""The one owner of chat templates: messages to token ids, and where in them the assistant speaks.
+"""Chat templates: converts messages to token ids, and finds the assistant's tokens. All code that
+uses chat templates goes through this module.
 
-Three ways, in this order:
+There are three ways, in this order:
 
-1. The tokenizer has a chat template with `{% generation %}` markers: the markers say which tokens
-   are the assistant's.
-2. It has a template without markers: the prompt of every assistant turn is rendered on its own and
-   must be a prefix of the whole conversation, token by token; what follows it, up to the
-   end-of-turn token, is the assistant's. A template for which this does not hold (it drops the
-   reasoning of earlier turns, say) is refused, for training on it would teach what serving never
-   shows.
-3. It has no template: the plain form. A beginning-of-text token if the tokenizer has one, the
-   messages' texts without role names and with a blank line between them, and an end-of-text token
-   (if any) after each assistant turn. A prompt of one user message is thus exactly the user's text.
-   The log warns of it once per tokenizer.
+1. The tokenizer has a chat template with `{% generation %}` markers: the markers give the
+   assistant's tokens.
+2. It has a template without markers: the prompt of every assistant turn is rendered separately and
+   must be a prefix of the whole conversation, token by token. What follows it, up to the
+   end-of-turn token, is the assistant's. A template that violates this (for example, it drops the
+   reasoning of earlier turns) is refused, because the drafter would be trained on text that does
+   not occur in serving.
+3. It has no template: the plain form. It is a beginning-of-text token if the tokenizer has one, the
+   messages' texts without role names, with a blank line between them, and an end-of-text token (if
+   any) after each assistant turn. So a prompt of one user message is exactly the user's text. A
+   warning is logged once per tokenizer.
 
-A rendered template already holds its special tokens, so it is never tokenised with further ones
-added. Tool calls, tool results, tool descriptions and a template's own arguments
-(`enable_thinking`, ...) go through the template; the plain form knows none. Templates are rendered
-by `inference.target.templates`, within limits.
+A rendered template already contains its special tokens, so no further ones are added when it is
+tokenised. Tool calls, tool results, tool descriptions and a template's own arguments
+(`enable_thinking`, ...) go through the template; the plain form supports none of them.
+`inference.target.templates` renders templates, within limits.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ TURNS = ("all", "first", "last")
 
 
 class TurnsDifferError(UserError):
-    """A template that writes earlier turns differently once others follow."""
+    """The template renders earlier turns differently once others follow."""
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Return `messages` without further keys; raises `UserError` whose reason quotes no content.
+    """Return `messages` without unknown keys. Raises `UserError`; its message quotes no content.
 
     Content may be a string or a list of OpenAI style text parts, which are joined. A message with
     tool calls and a tool's result may be empty.
@@ -112,10 +113,10 @@ def render_prompt(
     tools: Sequence[Mapping[str, object]] | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> list[int]:
-    """Token ids of a conversation that the assistant is to continue, generation prompt included.
-    tools: descriptions of the tools it may call; arguments: more values for the template.
+    """Token ids of a conversation that the assistant continues, generation prompt included. tools:
+    descriptions of the tools it may call; arguments: further values for the template.
 
-    Raises `UserError` for malformed messages, or ones that end with the assistant.
+    Raises `UserError` for malformed messages, or messages that end with the assistant's.
     """
     checked = check_messages(messages)
     if checked[-1]["role"] == "assistant":
@@ -135,11 +136,11 @@ def render_conversation(
     tools: Sequence[Mapping[str, object]] | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> tuple[list[int], list[Span]]:
-    """Token ids of a whole conversation and the spans [start, end) of what the assistant says,
-    end-of-turn token included, in `turns` (all, first or last) of its turns.
+    """Token ids of a whole conversation, and the spans [start, end) of the assistant's text,
+    end-of-turn token included. turns: the turns to return: all, first or last.
 
-    Raises `UserError` for malformed messages, no assistant message, or a template that allows no
-    way to find the spans (`TurnsDifferError` when single turns could be found).
+    Raises `UserError` for malformed messages, no assistant message, or a template whose spans
+    cannot be found (`TurnsDifferError` if single turns could be found).
     """
     assert turns in TURNS, turns
     checked = check_messages(messages)
@@ -155,7 +156,7 @@ def render_conversation(
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer brings a chat template."""
+    """Whether the tokenizer has a chat template."""
     return bool(tokenizer.chat_template)
 
 
@@ -172,7 +173,7 @@ def spans_of(mask: Sequence[Any]) -> list[Span]:
 
 
 def check_unicode(text: str, what: str) -> str:
-    """Return `text`; raises `UserError` for lone surrogates, which tokenizers choke on."""
+    """Return `text`; raises `UserError` for lone surrogates, which tokenizers cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -216,7 +217,7 @@ def _tool_call(call: Any) -> ToolCall:
             raise UserError("the arguments of a tool call are not JSON") from error
     if not isinstance(arguments, Mapping):
         raise UserError("the arguments of a tool call must be a mapping")
-    # A table fills every row's struct with the keys of all rows: keys without a value were not
+    # A table fills every row's struct with the keys of all rows, so keys without a value were not
     # given.
     given = {str(key): value for key, value in arguments.items() if value is not None}
     named: FunctionCall = {"name": function["name"], "arguments": given}
@@ -242,7 +243,7 @@ def _template(tokenizer: Any) -> str:
 def _render(
     tokenizer: Any, messages: list[Message], extras: Mapping[str, object], marks: bool = False
 ) -> Rendered:
-    """The text that the template writes; it writes the special tokens as well."""
+    """The template's text, special tokens included."""
     values = {**tokenizer.special_tokens_map, **extras}
     return templates.render(_template(tokenizer), messages, values, marks)
 
@@ -250,7 +251,7 @@ def _render(
 def _ids(
     tokenizer: Any, messages: list[Message], extras: Mapping[str, object], prompt: bool = False
 ) -> list[int]:
-    """Token ids of the messages; prompt: with the generation prompt."""
+    """Token ids of the messages; prompt: include the generation prompt."""
     text = _render(tokenizer, messages, {**extras, "add_generation_prompt": prompt}).text
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -302,15 +303,15 @@ def _render_by_prefix(
 
 
 def closing_ids(tokenizer: Any) -> set[int]:
-    """Special tokens: those that may close a turn."""
+    """All special tokens, any of which may close a turn."""
     added = tokenizer.added_tokens_decoder.items()
     return set(tokenizer.all_special_ids) | {number for number, token in added if token.special}
 
 
 def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: set[int]) -> int:
-    """End of the span: after the turn's closing token, without a line break behind it.
+    """End of the span: after the turn's closing token, without a line break after it.
 
-    The target stops at the closing token: what the template writes next is not its own.
+    The target stops at the closing token; the template writes what follows.
     """
     last = max((place for place in range(start, end) if ids[place] in closing), default=None)
     if last is not None and not tokenizer.decode(ids[last + 1 : end]).strip():
@@ -321,7 +322,7 @@ def _end_of_turn(tokenizer: Any, ids: list[int], start: int, end: int, closing: 
 def _render_plain(
     tokenizer: Any, messages: list[Message], tools: Any
 ) -> tuple[list[int], list[Span]]:
-    """Without a template: each text is tokenised alone, so prompts are prefixes."""
+    """Render without a template: each text is tokenised separately, so prompts are prefixes."""
     if tools or any("tool_calls" in message for message in messages):
         raise UserError(
             "the tokenizer has no chat template, so tools and tool calls cannot be written"

@@ -1,21 +1,20 @@
-"""`decode.exact=true`: what a pass computes for a token does not depend on what else passes with
-it.
+"""`decode.exact=true`: the result for a token does not depend on the other tokens of its pass.
 
-Rounding depends on the order of sums, and libraries choose that by the shape of their inputs. In
-bfloat16 a pass over a chain of six tokens therefore gives other logits than six passes over one,
-and a greedy pick in some hundreds differs. Here everything that sums over features goes through
-shapes that do not depend on the number of tokens:
+Rounding depends on the order of sums, which libraries choose by the shape of their inputs. So in
+bfloat16 a pass over a chain of six tokens gives different logits from six passes over one token,
+and one greedy pick in some hundreds differs. Here everything that sums over features uses shapes
+that do not depend on the number of tokens:
 
 - products with weights: `ROW_LINEAR` on a GPU; elsewhere the library's product of `TILE` rows;
 - norms: `TILE` tokens at a time;
-- attention: on a GPU the kernel with one launch for all numbers of nodes; elsewhere token by token,
-  each over its own committed tokens and ancestors, in their order;
-- prompts: read one at a time, in the library's own shapes, which are then those of the prompt.
+- attention: on a GPU the kernel, with the same launch for any number of nodes; elsewhere token by
+  token, each over its own committed tokens and ancestors, in their order;
+- prompts: read one at a time, in the library's shapes, which then depend only on the prompt.
 
-So plain decoding, drafted decoding, one row and many give the same bits. For chains this holds by
-construction: a node stands in the cache where the same token stands later. For trees it does where
-attention goes token by token; in the kernel an ancestor may stand in another place of its tile than
-the committed token does later, so that the sums of one tile can differ in their order.
+So plain decoding, drafted decoding, one row and many rows give the same bits. For chains this holds
+by construction: a node is in the cache slot where the same token is after the commit. For trees it
+holds if attention goes token by token. In the kernel, an ancestor may be at another place of its
+tile than the committed token later, so that the sums of one tile can differ in their order.
 
 Legend: B rows, N nodes, V vocabulary.
 """
@@ -37,7 +36,7 @@ from inference.kernels.reference.row_linear import ROW_LINEAR, InTiles
 
 _NOW: ContextVar[bool] = ContextVar("headstart_exact", default=False)
 _GIVEN = "headstart_exact"
-"""Attribute of modules that have been given a path of their own."""
+"""Attribute of modules whose forward method `install_exact` has replaced."""
 
 
 @contextmanager
@@ -51,14 +50,14 @@ def exactly(active: bool) -> Iterator[None]:
 
 
 def is_exact() -> bool:
-    """Whether a pass within `exactly(True)` runs."""
+    """Whether the code runs within `exactly(True)`."""
     return _NOW.get()
 
 
 def install_exact(model: nn.Module) -> None:
     """Give products and norms of a model a path for `exactly`; a second call changes nothing.
 
-    Raises `UserError` for a model with weights in modules of other sorts, before any is changed.
+    Raises `UserError` for a model with weights in other kinds of modules, before any is changed.
     """
     chosen: list[tuple[nn.Module, Callable[..., Any]]] = []
     for module in model.modules():
@@ -82,7 +81,7 @@ def install_exact(model: nn.Module) -> None:
 
 
 class ExactHead:
-    """A target's LM head [B, N, H] -> [B, N, V], in tiles where a pass is exact."""
+    """A target's LM head [B, N, H] -> [B, N, V], in tiles if a pass is exact."""
 
     def __init__(self, plain: Callable[[Tensor], Tensor]) -> None:
         self.plain, self.tiled = plain, InTiles(plain)
@@ -109,7 +108,7 @@ def _linear(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 def _tiled(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A module's forward on tiles of tokens; inputs [B, N, ...], or [M, H] as an LM head gets."""
+    """A module's forward on tiles of tokens; inputs [B, N, ...], or [M, H] as for an LM head."""
     tiles = InTiles(plain)
 
     def forward(x: Tensor) -> Tensor:
@@ -129,10 +128,11 @@ def node_by_node(
     value: Tensor,
     allowed: Tensor | None,
 ) -> Tensor:
-    """Attention of every query [B, h*G, N, D] over the keys [B, h, S, D] that it may see, alone and
-    without a mask: `attend` [1, h*G, 1, D] -> [1, 1, h*G, D] -> [B, N, h*G, D].
+    """Attention of every query [B, h*G, N, D] separately, over the keys [B, h, S, D] that it may
+    see, without a mask; returns [B, N, h*G, D].
 
-    allowed [B|1, N, S] bool; None: all keys. What it names is read on the host.
+    attend: [1, h*G, 1, D] -> [1, 1, h*G, D]. allowed [B|1, N, S] bool, read on the host; None: all
+    keys.
     """
     rows = []
     for row in range(query.shape[0]):

@@ -1,11 +1,11 @@
-"""New weights for a loaded target, taken in place: those of a policy in reinforcement learning, or
-of a model that is fine-tuned while it serves.
+"""New weights for a loaded target, taken over in place: those of a policy in reinforcement
+learning, or of a model that is fine-tuned while it serves.
 
-They come as a whole (a model, or its state dict) or as low-rank updates (LoRA, 2106.09685) of the
-weights that the target had before the first of them. Everything is checked before anything is
-written: a target has all of the new weights or keeps all of the old ones. What refers to the
-weights (drafters that share them, merged projections, captured graphs) sees the new ones; what was
-made of them is made again: see `Engine.follow`.
+They are given as a whole (a model, or its state dict) or as low-rank updates (LoRA, 2106.09685) of
+the weights that the target had before the first update. Everything is checked before anything is
+written, so a target has all of the new weights or keeps all of the old ones. References to the
+weights (drafters that share them, merged projections, captured graphs) see the new values. Data
+derived from the weights must be rebuilt; see `Engine.follow`.
 
 Weights are [out, in] as `nn.Linear` holds them.
 """
@@ -27,17 +27,17 @@ from inference.target.parallel import gather_whole
 Weights = nn.Module | Mapping[str, Tensor] | Updates
 """A policy: the model (with LoRA layers of peft: their updates), its state dict, or updates."""
 _BEFORE = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before the names of a model's weights."""
+"""Prefixes that DistributedDataParallel and torch.compile add to the names of a model's weights."""
 _PEFT = "base_model.model."
 _DOWN, _UP = ".lora_A.{}.weight", ".lora_B.{}.weight"
 _MORE = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
 _SHOWN = 3
-"""Names in a message."""
+"""Most names in a message."""
 
 
 class InPlace:
-    """A loaded model that takes new weights in place. base: of the layers that low-rank updates
-    have changed, their weights before the first, in host memory."""
+    """A loaded model that takes over new weights in place. base: for layers that low-rank updates
+    have changed, their weights before the first update, in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -45,8 +45,8 @@ class InPlace:
 
     @torch.no_grad()
     def take(self, weights: Weights) -> None:
-        """Take over weights; raises `UserError` for those that do not fit, are not finite, or
-        cannot be taken by this model, which then keeps its own."""
+        """Take over weights. Raises `UserError` for weights that do not fit or are not finite, and
+        for a model that cannot take any; it then keeps its weights."""
         _require_plain(self.model)
         given = _unwrapped(weights) if isinstance(weights, nn.Module) else weights
         own = {text_name(name): value for name, value in self.model.state_dict().items()}
@@ -56,7 +56,7 @@ class InPlace:
             self._replace({text_name(name): value for name, value in given.items()}, own)
 
     def _replace(self, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Take over a whole state dict; of tied weights one name is enough."""
+        """Take over a whole state dict; for tied weights one name is enough."""
         if any("lora_" in name for name in given):
             raise UserError(
                 "this state dict holds low-rank updates without their scale. Give the peft model "
@@ -92,7 +92,7 @@ class InPlace:
         self.base.clear()
 
     def _add(self, updates: Updates, own: Mapping[str, Tensor]) -> None:
-        """Let the layers be those of the base with `updates` added in, and no others."""
+        """Set the weights to the base with only `updates` added."""
         layers = {text_name(layer): pair for layer, pair in updates.layers.items()}
         base = {f"{layer}.weight": own.get(f"{layer}.weight") for layer in layers} | self.base
         given = replace(updates, layers=layers)
@@ -112,7 +112,7 @@ class InPlace:
 
 
 def _unwrapped(model: nn.Module) -> Mapping[str, Tensor] | Updates:
-    """A model's state by plain names, or the updates of peft's layers in it."""
+    """A model's state by plain names, or the updates of its peft layers."""
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         for prefix in _BEFORE:
@@ -126,7 +126,7 @@ def _unwrapped(model: nn.Module) -> Mapping[str, Tensor] | Updates:
 
 
 def _peft_updates(state: Mapping[str, Tensor], config: Any, adapter: str) -> Updates:
-    """The updates of a peft model's active adapter; raises `UserError` for what is more than one
+    """The updates of a peft model's active adapter. Raises `UserError` if they are more than one
     low-rank product per layer."""
     down, up = _DOWN.format(adapter), _UP.format(adapter)
     layers = [name.removesuffix(down) for name in state if name.endswith(down)]
@@ -147,7 +147,7 @@ def _peft_updates(state: Mapping[str, Tensor], config: Any, adapter: str) -> Upd
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Raise `UserError` for a model whose weights cannot be written as they come."""
+    """Raise `UserError` for a model whose weights cannot be written directly."""
     odd = [name for name, value in model.named_parameters() if type(value) is not nn.Parameter]
     split = [name for name, value in model.named_parameters() if gather_whole(value) is not value]
     config: Any = getattr(model, "config", None)
@@ -172,7 +172,7 @@ def _require_finite(name: str, value: Tensor) -> None:
 
 
 def _tied(own: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """By every name, all names of its weight in their order."""
+    """For every name, all names of the same weight, in order."""
     groups: dict[Any, list[str]] = {}
     for name, value in own.items():
         place = value.data_ptr() if value.numel() else name
@@ -181,7 +181,7 @@ def _tied(own: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def _shown(found: Mapping[str, Sequence[str]]) -> str:
-    """Names by what is wrong with them, in words."""
+    """A description of the wrong names, by what is wrong with them."""
     parts = []
     for what, names in found.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

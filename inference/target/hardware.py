@@ -1,8 +1,8 @@
-"""The device that the target runs on: which one there is, waiting for it, and its name in reports.
+"""The target's device: choosing it, waiting for it, and its name in reports.
 
-CUDA (ROCm included) has kernels and captured steps of ours. Other accelerators that torch knows
-(`torch.accelerator`: Intel's XPU, Apple's MPS) run every operation as torch has it, launched one by
-one, as a CPU does. They are taken by name alone: none has run this code yet.
+CUDA (ROCm included) uses Headstart's kernels and captured steps. Other accelerators that torch
+supports (`torch.accelerator`: Intel's XPU, Apple's MPS) run torch's operations one by one, as a CPU
+does. They are used only if named, and none of them has run this code yet.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Device(TypedDict):
 
 
 def found_device() -> torch.device:
-    """What `auto` stands for: CUDA where it is available, else the CPU."""
+    """The device for `auto`: CUDA if it is available, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_there(device: torch.device) -> bool:
-    """Whether tensors can be on a device of this type here."""
+    """Whether this machine has a device of this type."""
     if device.type == "cuda":
         return torch.cuda.is_available()
     if device.type in ("cpu", "meta"):
@@ -40,7 +40,7 @@ def is_there(device: torch.device) -> bool:
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when all that was given to a device is done."""
+    """Return when all work submitted to a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type not in ("cpu", "meta"):
@@ -48,6 +48,6 @@ def wait_for(device: torch.device) -> None:
 
 
 def device_facts(device: torch.device) -> Device:
-    """The device as reports name it."""
+    """The device as named in reports."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {"kind": device.type, "name": name, "threads": torch.get_num_threads()}

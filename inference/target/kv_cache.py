@@ -1,16 +1,16 @@
 """The target's key/value cache: preallocated, slot-addressed, compacted after every verification.
 
 Row b's committed tokens occupy slots 0 .. length[b]-1, slot = position. A verification writes node
-i to slot length[b] + i; commit moves the accepted nodes' entries down so that they become
-contiguous again. Buffers are full length for every layer, sliding windows included: windows are a
-matter of the mask, because a tree must be able to roll back.
+i to slot length[b] + i; a commit moves the accepted nodes' entries down, so that they are
+contiguous again. Buffers have full length for every layer, sliding windows included: the mask
+applies windows, because a tree must be able to roll back.
 
-Layers of equal shape lie in one storage, so that compaction is one operation for all of them. Which
-shapes the layers have is seen from their first keys alone: a config does not know what tensor
-parallelism leaves to this rank, and some layers have heads of their own size (Gemma 4) or no keys
-at all (shared ones). So the first cache of a model gives each layer a storage of its own and learns
-the shapes (`KVCache.shapes`; the self-check at loading is such a run); caches that are told them
-allocate one storage per group of equal layers. Either way exactly the bytes that are used are
+Layers of equal shape share one storage, so that compaction is one operation for all of them. The
+shapes are known only from the layers' first keys: the config does not show what tensor parallelism
+leaves to this rank, and some layers have heads of a different size (Gemma 4) or no keys (shared
+ones). So the first cache of a model gives each layer a separate storage and learns the shapes
+(`KVCache.shapes`; the self-check at loading is such a run). Caches that are given the shapes
+allocate one storage per group of equal layers. In both cases exactly the bytes that are used are
 allocated, and all caches behave the same.
 
 Legend: L layers of a storage, B rows, R rows being prefilled, T fresh tokens, N nodes, S slots, h
@@ -43,19 +43,19 @@ class LayerShape:
 
     @property
     def bytes(self) -> int:
-        """Of one slot."""
+        """Bytes of one slot."""
         return self.heads * (self.key_size + self.value_size) * self.dtype.itemsize
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> LayerShape:
-        """The shape behind fresh keys [R, h, T, C] and values [R, h, T, E]."""
+        """The shape of new keys [R, h, T, C] and values [R, h, T, E]."""
         return cls(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
 
 
 @dataclass(frozen=True)
 class CacheSizes:
     """Bytes of a target's cache: per slot of a row (keys and values), per row (recurrent states),
-    and per node of a row while a verification runs (what it would add to the states)."""
+    and per node of a row during a verification (inputs to the recurrent states)."""
 
     slot: int
     row: int
@@ -84,10 +84,10 @@ class Storage:
 
 
 class Storages:
-    """All buffers of one cache; tells each layer where its keys and values lie. It knows no layers,
-    so that dropping a cache frees its memory at once.
+    """All buffers of one cache; gives each layer its keys and values. It has no reference to the
+    layers, so that dropping a cache frees its memory at once.
 
-    expected: the shape of each layer, None where unknown.
+    expected: the shape of each layer, None if unknown.
     """
 
     def __init__(self, rows: int, capacity: int, expected: Sequence[LayerShape | None]) -> None:
@@ -96,7 +96,7 @@ class Storages:
         self._shared: dict[LayerShape, Storage] = {}
 
     def place(self, number: int, shape: LayerShape) -> tuple[Tensor, Tensor]:
-        """Views [B, h, S, C], [B, h, S, E] for layer `number`, whose first keys show `shape`."""
+        """Views [B, h, S, C], [B, h, S, E] for layer `number`, whose first keys have `shape`."""
         if self.expected[number] != shape:
             storage, position = self._new(shape, 1), 0
         else:
@@ -113,13 +113,13 @@ class Storages:
 
 @dataclass
 class SlotWriter:
-    """Where the running forward pass writes, shared by all layers of one cache.
+    """The slots that the running forward pass writes, shared by all layers of one cache.
 
-    mode "prefill": fresh tokens at slots offset .. offset+T-1 of `rows` [R], where `offset` is
-    known to the host; layers attend to slots < offset+T of those rows (for offset 0: to the fresh
-    keys themselves). mode "verify": nodes at `start` .. start+N (one row, host-known) or, if
-    `start` is None, at `slots` [B, N], known to the device alone; layers attend to slots < `bound`.
-    compiled: verifications run through compiled layers, where a target has them
+    mode "prefill": new tokens at slots offset .. offset+T-1 of `rows` [R], where the host knows
+    `offset`; layers attend to slots < offset+T of those rows (for offset 0: to the new keys
+    themselves). mode "verify": nodes at slots from `start` on (one row, known to the host) or, if
+    `start` is None, at `slots` [B, N], known only to the device; layers attend to slots < `bound`.
+    compiled: verifications run through compiled layers, if the target has them
     (inference/decoding/execution/layers.py).
     """
 
@@ -152,7 +152,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values ([R|B, h, T|N, C], [.., E]) -> those that are attended to."""
+        """Store new keys and values ([R|B, h, T|N, C], [.., E]); returns those to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         writer = self.writer
@@ -196,9 +196,9 @@ class SlotLayer(CacheLayerMixin):
 class KVCache(Cache):
     """Slot-addressed cache for `rows` sequences of at most `capacity` slots (tree nodes included).
 
-    shapes: what `shapes()` of an earlier cache of the same model gave, or None if there was none;
-    see the module. A layer whose first keys differ from the expected shape gets a storage of its
-    own.
+    shapes: the result of `shapes()` of an earlier cache of the same model, or None if there was
+    none; see the module. A layer whose first keys differ from the expected shape gets a separate
+    storage.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class KVCache(Cache):
         super().__init__(layers=[SlotLayer(i, storages, self.writer) for i in range(num_layers)])
 
     def shapes(self) -> tuple[LayerShape | None, ...]:
-        """What each layer stores, for the next cache; None for layers without keys so far."""
+        """The shape of each layer, for the next cache; None for layers without keys so far."""
         return tuple(layer.shape for layer in self.layers)
 
     def bytes(self) -> int:
@@ -223,13 +223,13 @@ class KVCache(Cache):
         return sum(storage.bytes() for storage in self.storages.all)
 
     def first_rows(self, count: int) -> KVCache:
-        """The first `count` rows as a cache in this one's buffers, once layers have seen keys."""
+        """The first `count` rows as a cache in this one's buffers, once layers have keys."""
         part = KVCache(len(self.layers), count, self.capacity)
         self._share_rows(part)
         return part
 
     def _share_rows(self, part: KVCache) -> None:
-        """Let `part`, a fresh cache of fewer rows, use this one's keys and values."""
+        """Let `part`, a new cache of fewer rows, use this one's keys and values."""
         count = part.rows
         part.storages.all = [
             Storage(whole.keys[:, :count], whole.values[:, :count]) for whole in self.storages.all
@@ -251,8 +251,8 @@ class KVCache(Cache):
     ) -> None:
         """Keep the first `committed` [B] nodes of `path` [B, D+1] of the last verification.
 
-        lengths [B] before it; accepted [B]: entries of the path behind the root that are moved,
-        at least `committed` - 1; all int64. Rows that commit nothing stay as they are.
+        lengths [B]: before it; accepted [B]: entries of the path after the root that are moved, at
+        least `committed` - 1; all int64. Rows that commit nothing do not change.
         """
         if not tree.is_chain:
             self.compact(lengths, path, accepted)
@@ -261,8 +261,8 @@ class KVCache(Cache):
         """Move the accepted nodes down: slot lengths+path[d] -> slot lengths+d in every layer.
 
         lengths [B] int64 before the verification, path [B, D+1] int64 node numbers, root first.
-        accepted [B] int64: entries of the path beyond it stay where they are; None: all move, those
-        beyond a row's path as garbage behind its new length. Overlapping moves are safe.
+        accepted [B] int64: entries of the path beyond it are not moved; None: all are moved, those
+        beyond a row's path as garbage after its new length. Overlapping moves are safe.
         """
         for storage in self.storages.all:
             COMPACT(storage.keys, storage.values, lengths, path, accepted)

@@ -1,6 +1,6 @@
-"""Loading and describing a target: whatever goes wrong ends in one clear sentence.
+"""Loading and describing a target. Every failure becomes a `UserError` with one clear message.
 
-What cannot be a target is refused by its config, before weights are read.
+A model that cannot be a target is refused by its config, before weights are read.
 """
 
 from __future__ import annotations
@@ -91,16 +91,16 @@ REFUSED: dict[str, str] = {
     "deepseek_v4": _SPARSE,
     "doge": _BIASED,
 }
-"""Families that cannot be targets, by model_type, and why; see `_objection` too."""
+"""Families that cannot be targets, by model_type, and the reason; see also `_objection`."""
 RECURRENT = frozenset(
     "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid kimi_linear bailing_hybrid nemotron_h "
     "falcon_h1 granitemoehybrid bamba zamba zamba2 jamba mamba mamba2 falcon_mamba lfm2 lfm2_moe "
     "lfm3 minimax recurrent_gemma zaya".split()
 )
-"""Families whose recurrent layers verify trees of drafts (`inference.target.recurrent`)."""
+"""Families whose recurrent layers can verify draft trees (`inference.target.recurrent`)."""
 WITHOUT_USE_CACHE = frozenset("minimax recurrent_gemma".split())
-"""Those that take no cache but their own when they are told to use one (MiniMax), or keep states in
-their modules then."""
+"""Families that with use_cache accept only their own cache (MiniMax), or keep states in their
+modules."""
 INDEXED = frozenset("deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text".split())
 """Families whose attention chooses keys by an indexer (`inference.target.indexed`)."""
 TWO_BLOCKS = "longcat_flash"
@@ -113,13 +113,13 @@ _LAYERS: dict[str, str] = {
         _SPARSE,
     ),
 }
-"""Types of layers that cannot be part of a target, but for those of the families in `RECURRENT` and
+"""Types of layers that a target cannot have, except for the families in `RECURRENT` and
 `INDEXED`."""
 
 
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-"""What families call the width of the MLP and the small number in their norms."""
+"""Names that families give to the width of the MLP, and to the epsilon of their norms."""
 
 
 @config("target")
@@ -155,7 +155,7 @@ class TargetConfig:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a name; raises `UserError` for none such, or one that is not there."""
+    """The device with a name; raises `UserError` if it is unknown or not available."""
     if name == "auto":
         return found_device()
     try:
@@ -175,12 +175,12 @@ def pick_device(name: str) -> torch.device:
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""transformers replaces methods of its classes while it loads. Two threads that load at once leave
-a replacement behind, and from then on no model of this process ties its embeddings."""
+"""transformers replaces methods of its classes while it loads. If two threads load at once, a
+replacement remains, and from then on no model of this process ties its embeddings."""
 
 
 def load_model(config: TargetConfig) -> Any:
-    """The frozen model on its device; raises `UserError` when it cannot be had as a target."""
+    """The frozen model on its device; raises `UserError` if it cannot be loaded as a target."""
     described = checked_config(config)
     ranks = parallel.join_ranks(config.device) if config.tensor_parallel else None
     device = ranks.device if ranks else pick_device(config.device)
@@ -196,10 +196,10 @@ def load_model(config: TargetConfig) -> Any:
     if ranks is not None:
         options |= _split(config, described, ranks)
     elif own is not None or quantised is not None:
-        # packed weights are made on their device and cannot move
+        # packed weights are created on their device and cannot be moved
         options["device_map"] = {"": device}
     if DTYPES[config.dtype_name] == torch.float64:
-        # the grouped product of experts, transformers' default, takes none
+        # the grouped product of experts, transformers' default, does not support float64
         options["experts_implementation"] = "eager"
     if packed:
         options |= _plain_weights(config, described, packed)
@@ -212,7 +212,7 @@ def load_model(config: TargetConfig) -> Any:
         )
     own_generation = load_generation_config(config)
     if own_generation is not None:
-        # transformers goes on without one that it could not read
+        # transformers continues without one that it cannot read
         model.generation_config = own_generation
     model.requires_grad_(False).eval()
     placed = "device_map" in options or ranks is not None
@@ -222,7 +222,7 @@ def load_model(config: TargetConfig) -> Any:
 def _plain_weights(
     config: TargetConfig, described: Any, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """How to load quantised files as plain weights."""
+    """The options for loading quantised files as plain weights."""
     dtype = DTYPES[config.dtype_name]
     return {
         "pretrained_model_name_or_path": None,
@@ -232,7 +232,7 @@ def _plain_weights(
 
 
 def checked_config(config: TargetConfig) -> Any:
-    """The transformers config of what can be a target; raises `UserError` for anything else."""
+    """The transformers config of a target; raises `UserError` if it cannot be one."""
     allowed = (*DTYPES, AUTO)
     if config.dtype not in allowed:
         meant = suggest(config.dtype, allowed)
@@ -255,11 +255,11 @@ LOADING = (
     *(OSError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ImportError),
     *(RuntimeError, MemoryError, SafetensorError, StrictDataclassError),
 )
-"""What transformers raises for folders and repositories that are no model, or a damaged one."""
+"""What transformers raises for folders and repositories without a model, or with a damaged one."""
 
 
 def load_config(config: TargetConfig) -> Any:
-    """The target's transformers config; raises `UserError` when there is none."""
+    """The target's transformers config; raises `UserError` if there is none."""
     try:
         return AutoConfig.from_pretrained(**_source(config))
     except LOADING as error:
@@ -273,7 +273,7 @@ def _from_pretrained(
         with _ONE_AT_A_TIME:
             options = {**_source(config), "dtype": DTYPES[config.dtype_name], **options}
             loader = model_class(described)
-            if "state_dict" in options:  # the automatic classes want a path
+            if "state_dict" in options:  # the automatic classes need a path
                 loader = loader._model_mapping[type(described)]
             if described.model_type in READ_ALONE:
                 options["config"] = described.get_text_config()
@@ -286,7 +286,8 @@ def _from_pretrained(
 
 @contextmanager
 def _without_tables() -> Iterator[None]:
-    """Without transformers' table of the weights that do not fit: what matters of it is said."""
+    """Within the block, transformers does not print its table of weights that do not fit; the
+    error message has the relevant part."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -296,13 +297,13 @@ def _without_tables() -> Iterator[None]:
 
 
 READ_ALONE = ("gemma3n",)
-"""Composite families whose whole class needs further packages (timm), and whose text class finds
-its weights among those of the whole."""
+"""Composite families whose composite class needs further packages (timm), and whose text class can
+read its weights from the composite checkpoint."""
 
 
 def model_class(described: Any) -> Any:
-    """The class that loads a target of this config: of composite models (text and images) that
-    transformers has no text class for, the composite one."""
+    """The class that loads a target of this config. For composite models (text and images) without
+    a text class in transformers, it is the composite class."""
     composite = type(described) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if composite and type(described) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -310,7 +311,7 @@ def model_class(described: Any) -> Any:
 
 
 def text_alone(model: Any) -> Any:
-    """A model without the parts for images and sound that it was loaded with."""
+    """The model without its parts for images and sound."""
     base: Any = getattr(model, "model", None)
     text = getattr(base, "language_model", None)
     if text is not None:
@@ -321,7 +322,8 @@ def text_alone(model: Any) -> Any:
 
 
 def _split(config: TargetConfig, described: Any, ranks: parallel.Ranks) -> dict[str, Any]:
-    """How to load for tensor parallelism; refuses families that transformers has no plan for."""
+    """The options for loading with tensor parallelism. Raises `UserError` for families without a
+    plan in transformers."""
     text = described.get_text_config()
     if text.model_type in RECURRENT:
         raise UserError(
@@ -338,17 +340,18 @@ def _split(config: TargetConfig, described: Any, ranks: parallel.Ranks) -> dict[
 
 
 def prepare(model: Any, long_context: bool = False) -> Any:
-    """Fix rotary frequencies that would change with the length, before anything is computed."""
+    """Fix rotary frequencies that would otherwise change with the length; call it before any
+    pass."""
     pin_frequencies(model, long_context)
     model.config.get_text_config().headstart_long_context = long_context
     return model
 
 
 def require_supported(name: str, config: Any) -> None:
-    """Raise `UserError` when a model of this transformers config cannot be a target."""
+    """Raise `UserError` if a model of this transformers config cannot be a target."""
     try:
         text = config.get_text_config()
-    except ValueError as error:  # several, none of which is the one
+    except ValueError as error:  # there are several text models
         raise UserError(
             f"'{name}' ({config.model_type}) cannot be a target: it holds several text models. "
             "Use a decoder-only model."
@@ -364,7 +367,7 @@ def require_supported(name: str, config: Any) -> None:
 
 
 def _objection(config: Any) -> str | None:
-    """Why this config cannot be a target's, or None."""
+    """Why a model of this config cannot be a target, or None."""
     if getattr(config, "is_encoder_decoder", False):
         return _ENCODER
     if config.model_type == "falcon" and config.alibi:
@@ -378,15 +381,15 @@ def _objection(config: Any) -> str | None:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether a text config's model has recurrent layers that verify trees of drafts."""
+    """Whether a text config's model has recurrent layers that can verify draft trees."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     known = kinds is None or any(kind in _LAYERS for kind in kinds)
     return config.model_type in RECURRENT and known
 
 
 def decoder_layers(config: Any) -> int:
-    """Decoder layers of a text config's model. Those of LongCat hold two blocks of attention each,
-    which are what its num_hidden_layers counts."""
+    """Decoder layers of a text config's model. A layer of LongCat has two attention blocks, and its
+    num_hidden_layers counts the blocks."""
     return int(config.num_layers if config.model_type == TWO_BLOCKS else config.num_hidden_layers)
 
 
@@ -396,7 +399,7 @@ def is_indexed(config: Any) -> bool:
 
 
 def usable_positions(config: Any) -> tuple[int, str]:
-    """Positions that a prepared text config allows, and a hint for whom that is too few."""
+    """Positions that a prepared text config allows, and a hint for users who need more."""
     limit = int(_first(config, "max_position_embeddings", "n_positions", default=2048))
     trained = (
         None if getattr(config, "headstart_long_context", False) else trained_positions(config)
@@ -410,19 +413,18 @@ def usable_positions(config: Any) -> tuple[int, str]:
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
-    """The target's tokenizer; raises `UserError` when it has none."""
+    """The target's tokenizer; raises `UserError` if it has none."""
     try:
         return AutoTokenizer.from_pretrained(**_source(config))
-    except Exception as error:  # of a damaged file anything may come out
+    except Exception as error:  # a damaged file may cause any exception
         raise UserError(
             f"target '{config.path}' has no readable tokenizer: {_first_line(error)}"
         ) from error
 
 
 def load_generation_config(config: TargetConfig) -> GenerationConfig | None:
-    """What the target says of generating, its end-of-text tokens among it; None where it says
-    nothing. Raises `UserError` when it does and that cannot be read: without it, answers would end
-    elsewhere."""
+    """The target's generation config, which includes its end-of-text tokens; None if it has none.
+    Raises `UserError` if the file cannot be read: without it, answers would end elsewhere."""
     try:
         return GenerationConfig.from_pretrained(config.path, revision=config.revision)
     except Exception as error:  # as above
@@ -434,8 +436,8 @@ def load_generation_config(config: TargetConfig) -> GenerationConfig | None:
 
 
 def _is_absent(error: BaseException | None) -> bool:
-    """Whether an OSError of transformers' says that a file is not there, and not, somewhere in its
-    chain, that it could not be read."""
+    """Whether an OSError of transformers means that a file does not exist, and no exception in its
+    chain means that the file could not be read."""
     while error is not None:
         if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
             return False
@@ -446,7 +448,7 @@ def _is_absent(error: BaseException | None) -> bool:
 
 
 def cache_argument(decoder: Any) -> str:
-    """What a decoder's forward method calls its cache."""
+    """The name of the cache argument of a decoder's forward method."""
     names = inspect.signature(decoder.forward).parameters
     return "past_key_values" if "past_key_values" in names else "cache_params"
 
@@ -457,7 +459,7 @@ def has_attention(config: Any) -> bool:
 
 
 def switch_attention(model: Any) -> None:
-    """Make every layer call our attention; raises `UserError` where that is impossible."""
+    """Make every layer call Headstart's attention; raises `UserError` if that is impossible."""
     if not has_attention(model.config.get_text_config()):
         return
     try:
@@ -477,7 +479,7 @@ def _irreplaceable(model: Any, why: str) -> str:
 
 
 def shared_weights(model: Any) -> TargetWeights:
-    """The target's weights as drafters see them: whole and in floating point."""
+    """The target's weights for drafters: whole and in floating point."""
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     size = _vocabulary(model), config.hidden_size
@@ -494,18 +496,18 @@ def shared_weights(model: Any) -> TargetWeights:
 
 
 def _named_as_text(model: Any) -> dict[str, Tensor]:
-    """A model's weights by the names that they have in a text model: composite ones put their text
-    part one level deeper."""
+    """A model's weights by their names in a text model; composite models have their text part one
+    level deeper."""
     return {text_name(name): value for name, value in model.named_parameters()}
 
 
 def text_name(name: str) -> str:
-    """A weight's name in a text model, by its name in that or in a composite one."""
+    """A weight's name in a text model, from its name in a text or composite model."""
     return name.replace("model.language_model.", "model.", 1)
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    """The sliding window of every layer, 0 where it has none; empty when no layer has one."""
+    """The sliding window of every layer, 0 for layers without one; empty if no layer has one."""
     size = _first(config, "sliding_window")
     if not size:
         return ()
@@ -514,7 +516,7 @@ def _windows(config: Any) -> tuple[int, ...]:
 
 
 def _rotary(model: Any) -> Rotary | None:
-    """The one set of rotary frequencies of a model, or None."""
+    """A model's rotary frequencies if it has exactly one set, or None."""
     module = getattr(model.get_decoder(), "rotary_emb", None)
     frequencies = getattr(module, "inv_freq", None)
     if frequencies is None:
@@ -523,7 +525,7 @@ def _rotary(model: Any) -> Rotary | None:
 
 
 def _vocabulary(model: Any) -> int:
-    """Rows of the LM head; a packed weight does not show them."""
+    """Rows of the LM head, also if its weight is packed."""
     head = model.get_output_embeddings()
     return int(getattr(head, "out_features", None) or head.weight.shape[0])
 
@@ -531,11 +533,12 @@ def _vocabulary(model: Any) -> int:
 def head_function(
     model: Any, product: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Post-final-norm states [..., H] -> logits [..., V], scaled and soft-capped as its own.
+    """A function from post-final-norm states [..., H] to logits [..., V], with the model's scaling
+    and soft-capping.
 
-    The head is frozen, but gradients pass through it to the states: drafters that share it train
-    through it. product: the multiplication with the head's weights, default the head itself (a copy
-    of it elsewhere is another).
+    The head is frozen, but gradients pass through it to the states, as drafters that share it train
+    through it. product: the multiplication with the head's weights; default: the head itself.
+    Another one is used for a copy of the head on another device.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -558,7 +561,7 @@ def head_function(
 
 
 def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
-    """The facts of a loaded target; settles attribute names that families spell differently."""
+    """The facts of a loaded target. It resolves attribute names that differ between families."""
     text = model.config.get_text_config()
     hidden = _first(text, "hidden_size")
     heads = _first(text, "num_attention_heads", default=max(1, hidden // 64))
@@ -583,11 +586,11 @@ def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
 
 
 def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these settings that a config has; the first layer's where layers differ."""
+    """The first of these settings that a config has; the first layer's value if layers differ."""
     for name in names:
         try:
             value = getattr(config, name, None)
-        except RuntimeError:  # transformers' answer for settings that differ between layers
+        except RuntimeError:  # transformers raises it for settings that differ between layers
             value = getattr(config.per_layer_config[0], name, None)
         if value is not None:
             return value
@@ -595,7 +598,7 @@ def _first(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _check_path(path: str) -> None:
-    """Refuse what can only be a mistyped folder before a Hub lookup confuses the message."""
+    """Raise `UserError` for a mistyped folder, before a Hub look-up gives a confusing message."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path.strip():
         raise UserError("target.path is empty: give a Hub id such as Qwen/Qwen3-8B, or a folder.")

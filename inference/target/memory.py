@@ -1,9 +1,9 @@
-"""Whether a batch fits, worked out before anything is allocated.
+"""Whether a batch fits into memory, computed before anything is allocated.
 
-What a batch takes: the target's cache (keys and values for every row and slot, recurrent states
-for every row), the drafter's state, and the room that one forward pass needs. The drafter's state
-is what `Drafter.start` allocates; it is estimated by starting it for one row of few slots, and
-scaling.
+A batch takes the target's cache (keys and values for every row and slot, recurrent states for every
+row), the drafter's state, and the activations of one forward pass. The drafter's state is what
+`Drafter.start` allocates. It is estimated by starting the drafter with few rows of few slots, and
+scaling the result.
 
 Legend: B rows, S slots.
 """
@@ -45,7 +45,7 @@ class MemoryPlan:
         return self.cache + self.drafter + self.activations
 
     def require(self, free: int, device: torch.device) -> None:
-        """Raise `UserError` saying what to lower when the plan does not fit into `free` bytes."""
+        """Raise `UserError`, with what to lower, if the plan does not fit into `free` bytes."""
         allowed = int(free * HEADROOM)
         if self.total <= allowed:
             return
@@ -78,10 +78,10 @@ def plan_memory(
 
     sizes: of the target's cache; drafter_state: bytes of the drafter's state for the whole batch;
     widest: most tokens of one prefill pass of one row; kernel: whether the tree attention kernel
-    runs, which takes scratch memory; sampling: bytes for every logit that picking a token takes
+    runs, which takes scratch memory; sampling: bytes per logit that picking a token takes
     (`inference.decoding.sampling.distribution.pick_bytes`). Activations are bounded by the widest
-    pass: hidden states, MLP and attention of one layer, logits of all nodes, and what they would
-    add to states.
+    pass: hidden states, MLP and attention of one layer, logits of all nodes, and the nodes' inputs
+    to recurrent states.
     """
     size = torch.finfo(dtype).bits // 8
     cache = rows * (slots * sizes.slot + sizes.row)
@@ -94,7 +94,7 @@ def plan_memory(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None where that cannot be known."""
+    """Bytes that can still be allocated on a device; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -109,7 +109,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _group_limit() -> int:
-    """What this process's control group still allows (containers), huge without a limit."""
+    """Bytes that this process's control group (container) still allows; huge without a limit."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         text, taken = limit.read_text(encoding="ascii").strip(), used.read_text(encoding="ascii")
@@ -119,7 +119,7 @@ def _group_limit() -> int:
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
+    """A number of bytes as readable text."""
     return f"{count / GIB:.2f} GiB" if count >= GIB // 100 else f"{count / (1 << 20):.1f} MiB"
 
 
@@ -127,7 +127,7 @@ def gib(count: int) -> str:
 def drafter_state_bytes(
     drafter: Any, tree: DraftShape, rows: int, slots: int, target: TargetInfo, like: Tensor
 ) -> int:
-    """Bytes of the state of B rows of S slots, from what few rows of few slots take.
+    """Bytes of the state of B rows of S slots, extrapolated from few rows of few slots.
 
     like: any tensor of the target's dtype on its device.
     """
@@ -140,13 +140,13 @@ def drafter_state_bytes(
 
     few, many = PROBED_SLOTS
     small = probe(1, few)
-    per_row = probe(2, few) - small  # what all rows share is counted once
+    per_row = probe(2, few) - small  # memory that rows share is counted once
     per_slot = (probe(1, many) - small) / (many - few)
     return int(small - per_row + rows * (per_row + per_slot * max(0, slots - few)))
 
 
 def blank_states(drafter: Any, rows: int, target: TargetInfo, like: Tensor) -> TargetStates:
-    """What a drafter is started with before there is a prompt: one token per row, empty states."""
+    """Input for starting a drafter without a prompt: one token per row, zero states."""
     token = torch.zeros(rows, 1, dtype=torch.int64, device=like.device)
     hidden, taps = like.new_zeros(rows, 1, target.hidden_size), len(drafter.needs.taps)
     tapped = hidden[:, :, None].repeat(1, 1, taps, 1) if taps else None

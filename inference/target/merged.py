@@ -1,9 +1,9 @@
 """Projections of the same states as one product: queries, keys and values; gate and up.
 
-Each product of few rows is a launch of its own, which a merged weight spares. The weights of the
-merged layers become views of it, so that nothing is held twice and whoever reads a layer's weight
-finds it where it was. The first of a group to be called computes all; the others take their part,
-if they are given the very same states, and compute their own otherwise.
+Each product of few rows is a separate launch, which a merged weight saves. The weights of the
+merged layers become views of it, so that no weight is held twice and every layer still has its
+weight. The first layer of a group computes the products of all. The others return their part if
+they get the same states, and compute their own product otherwise.
 
 Legend: K inputs, O outputs of all layers of a group.
 """
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names that families give to projections of the same states."""
+"""Names of projections of the same states."""
 
 
 class Shared:
-    """What the first layer of a group has computed for the others."""
+    """The product that the first layer of a group has computed for the others."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias  # [O, K], [O]
@@ -31,7 +31,7 @@ class Shared:
 
 
 def merge(layer: nn.Module) -> int:
-    """Merge the groups of every module within `layer`; returns how many launches that spares."""
+    """Merge the groups of every module within `layer`; returns the number of saved launches."""
     spared = 0
     for module in layer.modules():
         for names in GROUPS:
@@ -52,7 +52,7 @@ def _fits(linear: Any) -> bool:
 
 
 def _alike(linears: list[Any]) -> bool:
-    """Whether they are of one device, dtype and width, and all or none have a bias."""
+    """Whether all have the same device, dtype and width, and all or none have a bias."""
     kinds = {(one.weight.device, one.weight.dtype, one.in_features) for one in linears}
     return len(kinds) == 1 and len({one.bias is None for one in linears}) == 1
 

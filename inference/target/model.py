@@ -1,9 +1,9 @@
-"""The target model: a Hugging Face causal LM with our attention, our cache and taps.
+"""The target model: a Hugging Face causal LM with Headstart's attention, cache and taps.
 
-Training features (`features`) and decoding (`prefill`, `verify`) are the same forward pass through
-the same taps, so a drafter sees in service exactly what it saw in training. Any decoder-only model
-with standard attention works unpatched; the load ends with a self-check against the model's own
-forward pass, and a model that does not survive it is refused.
+Training features (`features`) and decoding (`prefill`, `verify`) use the same forward pass and the
+same taps, so a drafter sees in serving exactly what it saw in training. Any decoder-only model with
+standard attention works unpatched. Loading ends with a self-check against the model's own forward
+pass; a model that fails it is refused.
 
 Legend: B rows, R rows being prefilled, N nodes, T positions, H hidden, V vocabulary, n taps, S
 slots.
@@ -42,10 +42,10 @@ from inference.target.recurrent.states import Key, StateShape
 from inference.target.taps import Seen, Taps, find_decoder, find_final_norm, find_layers
 
 CHECKED_LENGTHS = (8, 300)
-"""Tokens of the self-check's texts; the second one, longer than a piece in which the attention
-kernel reads a cache, is for targets that decode through the kernel."""
+"""Tokens of the self-check's texts. The second text is longer than a piece in which the attention
+kernel reads a cache; it is for targets that decode with the kernel."""
 CHECKED_BEHIND = 4
-"""Tokens of such a text that are verified: two of a tree's branch and its root, one of a chain."""
+"""Tokens of such a text that are verified: a tree's root and two of its branch, one of a chain."""
 
 
 class TargetModel:
@@ -58,21 +58,21 @@ class TargetModel:
         self.final_norm = find_final_norm(self.decoder, self.taps.layers)
         self.weights = loading.shared_weights(model)
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
-        # sums over parts of the inputs stay in float32: what passes of other widths differ by
-        # shrinks, at no measurable cost for few rows
+        # sums over parts of the inputs stay in float32: this reduces the differences between passes
+        # of different widths, at no measurable cost for few rows
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         generation = model.generation_config
         self.eos_token_ids = loading.end_tokens(generation and generation.eos_token_id, tokenizer)
-        # a warning about padding, for which some models (GPT-2) read the tokens on the host in
-        # every pass
+        # for this warning about padding, some models (GPT-2) read the tokens on the host in every
+        # pass
         self.decoder.warn_if_padding_and_no_attention_mask = lambda *args, **kwargs: None
-        # of the layers, once a cache has seen their keys
+        # of the layers, once a cache has their keys
         self._cache_shapes: tuple[LayerShape | None, ...] | None = None
         self._state_shapes: dict[Key, StateShape] = {}
         self.recurrent = install(model) > 0
         config = model.config.get_text_config()
         self.indexed = loading.is_indexed(config)
-        # of blocks of attention, where a layer has two
+        # attention blocks; a layer may have two
         self._cached_layers = int(config.num_hidden_layers)
         self._masked = mark_layers(model, config) or self.indexed
         self._cache_name = loading.cache_argument(self.decoder)
@@ -82,18 +82,19 @@ class TargetModel:
         """Whether verifications compute token by token, see `computing`."""
         self._in_place = InPlace(model)
         self.version = 0
-        """How often the weights were changed, see `follow`."""
+        """How often the weights have changed, see `follow`."""
         self._revision = info.revision
         self.compiled_attention: dict[int, nn.Module] | None = None
-        """Attention modules of compiled layers, by their number in the cache; empty where layers
-        were tried and left alone, None before that."""
+        """Attention modules of compiled layers, by their number in the cache; empty if layers
+        cannot be compiled, None before compilation was tried."""
         pack_linears(model)
 
     @classmethod
     def load(cls, config: loading.TargetConfig, model: Any = None) -> TargetModel:
-        """Load, switch to our attention and self-check; raises `UserError` for no target.
+        """Load a target, switch it to Headstart's attention and run the self-check. Raises
+        `UserError` if the model cannot be a target.
 
-        model: one that the caller has loaded in a way of its own (train/target/sharding.py).
+        model: a model that the caller has loaded already (train/target/sharding.py).
         """
         model = loading.load_model(config) if model is None else model
         tokenizer = loading.load_tokenizer(config)
@@ -114,20 +115,20 @@ class TargetModel:
 
     def follow(self, weights: Weights) -> None:
         """Take over new weights in place (inference/target/follow.py): a model or state dict of
-        the same configuration, or low-rank updates of the weights that were loaded. `info.revision`
-        then says that they are others. Raises `UserError`; the old weights stay.
+        the same configuration, or low-rank updates of the loaded weights. `info.revision` then
+        differs. If it raises `UserError`, the target keeps its old weights.
 
-        Drafters that were made of the old weights have to follow: see `Engine.follow`.
+        Drafters that derived data from the old weights must follow: see `Engine.follow`.
         """
         self._in_place.take(weights)
         self.version += 1
-        # nothing that is written from now on is of the weights that were loaded
+        # files written from now on must not name the revision that was loaded
         self.info = replace(self.info, revision=f"{self._revision}+{self.version}")
 
     @contextmanager
     def computing(self, exact: bool) -> Iterator[None]:
-        """Within the block passes compute as `decode.exact` says (inference/target/exact.py).
-        Raises `UserError` for a target that cannot."""
+        """Within the block, passes compute as `decode.exact` says (inference/target/exact.py).
+        Raises `UserError` for a target that does not support it."""
         if exact and (self.recurrent or self.indexed):
             more = "recurrent layers" if self.recurrent else "an indexer"
             raise UserError(
@@ -151,7 +152,7 @@ class TargetModel:
     @property
     def lengths_on_device(self) -> bool:
         """Whether decoding verifies with lengths that only the device knows (`verify`): on a GPU,
-        whose host runs ahead, and wherever the attention kernel runs."""
+        where the host runs ahead, and if the attention kernel runs."""
         return self.device.type == "cuda" or _runs_kernel(self.weights.embedding)
 
     # Forward passes
@@ -186,7 +187,8 @@ class TargetModel:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Features of packed sequences: taps [B, T, n, H], last_hidden [B, T, H], as needed.
 
-        tokens, positions [B, T] int64, segments [B, T] int32: causal within equal numbers.
+        tokens, positions [B, T] int64; segments [B, T] int32: attention is causal within equal
+        numbers.
         """
         with torch.no_grad():
             return self.differentiable_features(tokens, positions, segments, needs)
@@ -194,10 +196,11 @@ class TargetModel:
     def differentiable_features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`features` with their graph, for training that changes the target (train/joint)."""
+        """`features` with their autograd graph, for training that changes the target
+        (train/joint)."""
         plan = AttentionPlan(None, True, positions, positions)
         if not bool((segments == segments[:, :1]).all()):
-            if self.indexed:  # whose scores need a mask
+            if self.indexed:  # the indexer's scores need a mask
                 allowed = within_documents(segments)[:, 0]
                 plan = AttentionPlan(allowed, False, positions, positions)
             else:
@@ -207,7 +210,7 @@ class TargetModel:
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)
 
     def cache_sizes(self) -> CacheSizes:
-        """What a cache takes; reads one token if none was read before."""
+        """The sizes of a cache; reads one token if none was read before."""
         if self._cache_shapes is None:
             token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             rows, lengths = token[0], token[0] + 1
@@ -242,7 +245,7 @@ class TargetModel:
     ) -> tuple[Tensor, Seen]:
         """Read prompts into cache rows: tokens [R, T] right-padded, lengths [R], rows [R]. Returns
         the logits [R, V] after each prompt's last token, and the features at every prompt position.
-        Prompts of like length are read together; features behind a prompt's end mean nothing.
+        Prompts of similar length are read together. Features after a prompt's end are meaningless.
 
         chunk: most tokens of one pass, which bounds attention's memory; 0: all at once.
         """
@@ -277,7 +280,7 @@ class TargetModel:
         needs: FeatureSpec,
         chunk: int,
     ) -> tuple[Tensor, Seen]:
-        """`prefill` of prompts that are all padded to the longest."""
+        """`prefill` of prompts that are padded to the longest."""
         total = tokens.shape[1]
         cache.writer.mode, cache.writer.rows = "prefill", rows
         parts = []
@@ -340,8 +343,8 @@ class TargetModel:
     def _device_plan(
         self, tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     ) -> AttentionPlan:
-        """What nodes may see, from lengths on the device: bits for the kernel, or a mask, which
-        indexers and chunks need."""
+        """The plan for lengths on the device: bits for the kernel, or a mask, which indexers and
+        chunks need."""
         kernel = choose(TREE_ATTENTION, self.device, self.dtype).implementation != "reference"
         if kernel and not self._masked:
             nodes = lengths, tree.words(), tree.depth
@@ -351,7 +354,7 @@ class TargetModel:
     # Self-check
 
     def _check_against(self, tokens: Tensor, expected: Tensor) -> None:
-        """Compare prefill and verification, as decoding calls it, with the model's own logits
+        """Compare prefill and verification, called as in decoding, with the model's own logits
         [1, T, V]."""
         prompt = tokens.shape[1] - CHECKED_BEHIND
         try:
@@ -380,8 +383,8 @@ class TargetModel:
 
     def _logits_of_steps(self, tokens: Tensor, prompt: int) -> Tensor:
         """Logits [1, T-P+1, V] in float32 at the tokens [1, T] from the P-th on, read as a prompt
-        of P tokens, a tree and a chain. Refused branches of the tree hold other tokens: what is
-        left of one, in a cache or a state, shows in the chain."""
+        of P tokens, a tree and a chain. Rejected branches of the tree hold other tokens, so that
+        remains of them in a cache or a state would change the chain's logits."""
         size, needs, device = tokens.shape[1], FeatureSpec(), tokens.device
         cache, row = self.new_cache(1, size + 4), torch.tensor([0], device=device)
         first, _ = self.prefill(cache, row, tokens[:, :prompt], row + prompt, needs)
@@ -402,7 +405,7 @@ class TargetModel:
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:
-    """One row, read exactly up to its last node: only the tree's own corner needs a mask."""
+    """One row, read exactly up to its last node: only the tree's part needs a mask."""
     key_positions = torch.arange(length, device=positions.device)[None]
     key_positions = torch.cat([key_positions, positions], 1)
     if tree.num_nodes == 1:
@@ -426,8 +429,7 @@ def _ragged_plan(tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
 
 
 def _own_logits(model: Any, length: int) -> tuple[Tensor, Tensor]:
-    """So many tokens, or as many as it has positions, and the model's own logits at them, before
-    anything of it was changed."""
+    """`length` tokens, at most the model's positions, and the unchanged model's logits at them."""
     length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", length))
     vocab = model.get_input_embeddings().weight.shape[0]
     tokens = (torch.arange(1, length + 1, device=model.device) * 37 % vocab)[None]
@@ -436,5 +438,5 @@ def _own_logits(model: Any, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _runs_kernel(some: Tensor) -> bool:
-    """Whether attention of queries like `some` in device and dtype runs as Triton's kernel."""
+    """Whether attention for the device and dtype of `some` runs as a Triton kernel."""
     return choose(TREE_ATTENTION, some.device, some.dtype).implementation == "triton"

@@ -1,10 +1,10 @@
-"""Targets whose files are quantised by compressed-tensors or ModelOpt, loaded as plain numbers.
+"""Targets whose files are quantised by compressed-tensors or ModelOpt, loaded as plain weights.
 
-Every weight is read, dequantised and put into the model by itself, so that loading takes the memory
-of the model in `target.dtype` and of the weights in work. Neither library is needed. The model is
-the one that weight-only kernels serve. Where an engine quantises activations too (W8A8, NVFP4 with
-inputs), its states differ by that rounding; scales of activations and of key/value caches are left
-out.
+Weights are read, dequantised and put into the model one by one, so that loading takes the memory of
+the model in `target.dtype` plus that of the weights being converted. Neither library is needed. The
+model is the one that weight-only kernels serve. If an engine also quantises activations (W8A8,
+NVFP4 with inputs), its states differ by that rounding; scales of activations and of key/value
+caches are ignored.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from inference.target.packed_weights import dequantise, sort_parts
 
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
 MODELOPT_FILE = "hf_quant_config.json"
-"""Where older versions of ModelOpt say how they quantised."""
+"""File in which older versions of ModelOpt describe the quantisation."""
 BLOCKS = {"FP8_PB_WO": (128, 128)}
-"""ModelOpt's methods with a scale per block."""
+"""ModelOpt's methods with a scale per block, and the block's shape."""
 MORE = ("pre_quant_scale", "svdquant_lora_a", "lora_a", "smoothing_factor")
-"""Ends of names of tensors that change a layer's inputs beside its weight."""
+"""Ends of the names of tensors that change a layer's inputs."""
 
 
 def packed_settings(path: str, revision: str | None, described: Any) -> dict[str, Any] | None:
-    """How a target's files are quantised, if by one of the two libraries; None for all others.
+    """How a target's files are quantised, if by one of the two libraries; otherwise None.
 
-    described: its transformers config. Raises `UserError` for what more than weights describe.
+    described: its transformers config. Raises `UserError` for sparse weights and rotated
+    activations, which plain weights cannot represent.
     """
     own = getattr(described, "quantization_config", None)
     own = own if own is None or isinstance(own, dict) else own.to_dict()
@@ -65,7 +66,7 @@ def packed_settings(path: str, revision: str | None, described: Any) -> dict[str
 
 
 def block_of(settings: dict[str, Any]) -> tuple[int, ...]:
-    """Rows and columns that share a scale, where the settings name such blocks."""
+    """Rows and columns that share a scale, if the settings name such blocks."""
     for group in (settings.get("config_groups") or {}).values():
         given = (group.get("weights") or {}).get("block_structure")
         if given:
@@ -88,7 +89,7 @@ class PlainWeight:
         return dequantise(parts, self.dtype, self.block)[index]
 
     def check(self) -> None:
-        """Raise `UserError` where the parts' shapes do not fit, by their first rows."""
+        """Raise `UserError` if the shapes of the parts do not fit; it dequantises the weight."""
         try:
             self[...]
         except UserError as error:
@@ -98,8 +99,8 @@ class PlainWeight:
 def open_packed(
     path: str, revision: str | None, settings: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A target's tensors by name: those of its files, and `PlainWeight` in the place of quantised
-    ones. Raises `UserError` for files that are missing or hold more than weights."""
+    """A target's tensors by name: those of its files, with `PlainWeight` instead of quantised ones.
+    Raises `UserError` for missing files, and for tensors that change the layers' inputs."""
     folder = Path(path)
     if not folder.is_dir():
         patterns = ["*.safetensors", "*.json"]

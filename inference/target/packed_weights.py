@@ -1,4 +1,4 @@
-"""Quantised weights as compressed-tensors and ModelOpt store them, to and from plain numbers.
+"""Quantised weights in the layouts of compressed-tensors and ModelOpt, to and from plain numbers.
 
 The weight [O, I] of a linear layer is stored as several tensors under the layer's name (`PARTS`):
 
@@ -11,8 +11,8 @@ The weight [O, I] of a linear layer is stored as several tensors under the layer
 
 fp8 is e4m3. An NVFP4 code is e2m1 (1 sign, 2 exponent and 1 mantissa bits); a byte holds two, the
 first in its low half. Packed integers are stored with an offset of 2^(bits - 1), the first in the
-lowest bits. Scales of activations and of key/value caches lie beside them (`IGNORED`): whoever
-multiplies with plain weights needs none.
+lowest bits. Scales of activations and of key/value caches are stored beside them (`IGNORED`);
+multiplying with plain weights does not need them.
 
 Legend: O outputs, I inputs, G groups of inputs with a scale each.
 """  # noqa: E501
@@ -38,17 +38,17 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 FP4_MOST, FP4_GROUP = 6.0, 16
 _EVEN_BELOW = (0.25, 1.25, 2.5, 5.0)
 _EVEN_ABOVE = (0.75, 1.75, 3.5)
-"""The middles between numbers of e2m1, by which neighbour has the even code and takes a tie."""
+"""The midpoints between numbers of e2m1, by the neighbour that has the even code and gets ties."""
 PARTS = (
     "weight_packed weight_scale weight_scale_inv weight_scale_2 weight_global_scale "
     "weight_zero_point weight_shape weight_g_idx"
 ).split()
-"""What lies beside, or in place of, a quantised layer's `weight`."""
+"""Tensors stored beside, or instead of, a quantised layer's `weight`."""
 IGNORED = (
     "input_scale input_global_scale input_zero_point output_scale k_scale v_scale q_scale "
     "k_zero_point v_zero_point"
 ).split()
-"""Scales of what is not a weight."""
+"""Scales of other values than weights."""
 WORD = 32
 """Bits of the words that integers are packed into."""
 
@@ -56,8 +56,9 @@ WORD = 32
 def quantise(weight: Tensor, name: Name) -> dict[str, Tensor]:
     """The tensors, by the end of their names, of a weight [O, I] with finite values.
 
-    int8 and fp8 have one float32 scale per output (`weight_scale` [O, 1]); nvfp4 one per 16 inputs
-    (e4m3), and one for all (float32 [1]). Raises `UserError` for a width that nvfp4 cannot group.
+    int8 and fp8 have one float32 scale per output (`weight_scale` [O, 1]); nvfp4 has one per 16
+    inputs (e4m3), and one for all (float32 [1]). Raises `UserError` for a width that nvfp4 cannot
+    group.
     """
     wide = weight.detach().float()
     if name == "nvfp4":
@@ -107,7 +108,7 @@ def unpack_fp4(packed: Tensor) -> Tensor:
 
 
 def unpack_integers(packed: Tensor, bits: int, count: int, along: int) -> Tensor:
-    """Integers [.., count, ..] of words that are packed along one axis, without their offset."""
+    """Integers [.., count, ..] of words packed along one axis, without their offset."""
     shifts = torch.arange(0, WORD, bits, device=packed.device)
     words = packed.movedim(along, -1).unsqueeze(-1)
     codes = ((words >> shifts) & (2**bits - 1)).flatten(-2)[..., :count] - 2 ** (bits - 1)
@@ -115,11 +116,12 @@ def unpack_integers(packed: Tensor, bits: int, count: int, along: int) -> Tensor
 
 
 def error_bound(parts: Mapping[str, Tensor]) -> Tensor:
-    """How far dequantised weights [O, I] of `quantise` may be from the original ones.
+    """Bound on the error of weights [O, I] that `quantise` quantised.
 
     int8: half a step. fp8: 2^-4 of the number (three mantissa bits), or half the smallest number.
-    nvfp4: the scale of the group, half the widest gap of e2m1, and at the ends of the range what
-    the rounding of that scale (by 2^-4, by a half below e4m3's normal numbers) cuts off.
+    nvfp4: the scale of the group, which is half the widest gap of e2m1, and at the ends of the
+    range also what the rounding of that scale cuts off (2^-4, or a half below e4m3's normal
+    numbers).
     """
     values = dequantise(parts, torch.float32)
     scale = parts["weight_scale"].float()
@@ -134,9 +136,9 @@ def error_bound(parts: Mapping[str, Tensor]) -> Tensor:
 def dequantise(
     parts: Mapping[str, Tensor], dtype: torch.dtype, block: Sequence[int] = ()
 ) -> Tensor:
-    """The weight [O, I] of a layer's tensors, by the ends of their names. block: rows and columns
-    with a scale of their own, where the checkpoint's settings name them. Raises `UserError` where
-    the tensors do not fit together, or are of no layout of this module."""
+    """The weight [O, I] of a layer's tensors, given by the ends of their names. block: rows and
+    columns that share a scale, if the checkpoint's settings name them. Raises `UserError` if the
+    tensors do not fit together, or have an unknown layout."""
     codes, scale = parts.get("weight_packed", parts.get("weight")), parts.get("weight_scale")
     scale = parts.get("weight_scale_inv") if scale is None else scale
     if codes is None or scale is None or codes.ndim != 2:
@@ -162,9 +164,9 @@ def dequantise(
 
 
 def spread(scale: Tensor, shape: torch.Size, block: Sequence[int] = ()) -> Tensor:
-    """Scales for every number of a weight [O, I]: of one ([] or [1]), [O], [O, G], or of blocks
-    ([O / a, I / b], or [O / a, 1, I / b, 1]), the last of which may be cut. Raises `UserError` for
-    any other shape."""
+    """Expand scales to the numbers of a weight [O, I]. They may be one ([] or [1]), [O], [O, G], or
+    per block ([O / a, I / b], or [O / a, 1, I / b, 1]), and the last block may be cut. Raises
+    `UserError` for any other shape."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     fault = UserError(f"scales of shape {list(scale.shape)} do not fit a weight {list(shape)}")
@@ -184,7 +186,7 @@ def spread(scale: Tensor, shape: torch.Size, block: Sequence[int] = ()) -> Tenso
 
 
 def _dequantise_packed(parts: Mapping[str, Tensor], packed: Tensor, scale: Tensor) -> Tensor:
-    """Of packed integers [O, I x bits / 32] with scales [O, G]."""
+    """The weight of packed integers [O, I x bits / 32] with scales [O, G]."""
     if "weight_shape" not in parts:
         raise UserError(f"the tensors {sorted(parts)} are packed integers without a weight_shape")
     rows, columns = (int(size) for size in parts["weight_shape"].tolist())
@@ -205,15 +207,15 @@ def _dequantise_packed(parts: Mapping[str, Tensor], packed: Tensor, scale: Tenso
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors of a checkpoint: those of quantised layers by the layer's name, then by the ends of
-    their own names; and all others but those that are `IGNORED`."""
+    """Tensors of a checkpoint. layers: those of quantised layers, by the layer's name and the end
+    of their own names; others: all others except `IGNORED` ones."""
 
     layers: dict[str, dict[str, Any]]
     others: dict[str, Any]
 
 
 def sort_parts(tensors: Mapping[str, Any]) -> Packed:
-    """Sort a checkpoint's tensors, or whatever stands for them, by their names."""
+    """Sort a checkpoint's tensors, or any values in their place, by name."""
     marks = (".weight_packed", ".weight_scale", ".weight_scale_inv")
     layers = {name.removesuffix(mark) for name in tensors for mark in marks if name.endswith(mark)}
     found = Packed({layer: {} for layer in layers}, {})

@@ -1,4 +1,4 @@
-"""Which sequences are padded and read together.
+"""Groups of sequences that are padded and read together.
 
 Legend: R sequences.
 """
@@ -6,13 +6,13 @@ Legend: R sequences.
 from __future__ import annotations
 
 PADDING = 512
-"""Most padded positions of sequences that are read together. They take as long as tokens do;
-another pass takes another look at the weights."""
+"""Most padded positions of sequences that are read together. A padded position takes as long as a
+token; another pass reads the weights again."""
 
 
 def of_like_length(lengths: list[int]) -> list[list[int]]:
-    """Places in `lengths` [R] in groups, each to be padded to its longest: from the longest on, a
-    group ends where it would hold more than `PADDING` padded positions."""
+    """Group the places in `lengths` [R]; each group is padded to its longest. From the longest on,
+    a group ends before it would have more than `PADDING` padded positions."""
     groups: list[list[int]] = []
     padding = 0
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):

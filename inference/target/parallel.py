@@ -1,14 +1,14 @@
 """A target that is too large for one device, split over several by tensor parallelism.
 
-Each process (started by torchrun, one per device) holds a slice of every large matrix, by the plan
-that transformers has for the family: some heads of each attention, some columns of each MLP. The
-partial results are added over all processes, so that hidden states and logits are whole and equal
-everywhere. Attention and cache see the local heads only and need to know nothing of it.
+Each process (started by torchrun, one per device) holds a slice of every large matrix, by
+transformers' plan for the family: some heads of each attention, some columns of each MLP. An
+all-reduce adds the partial results, so that hidden states and logits are whole and equal in all
+processes. Attention and cache see only the local heads and need no changes.
 
-Every process runs the same decoding loop. They stay together without talking about it because
-nothing in a step depends on the process: sums come out of an all-reduce bit for bit equal, and the
-sampling noise is keyed. Embedding and LM head are also kept whole in each process for the drafter,
-which runs everywhere on its own.
+Every process runs the same decoding loop. The processes stay in step without communicating about
+it, because nothing in a step depends on the process: the results of an all-reduce are equal bit for
+bit, and the sampling noise is keyed. Each process also keeps the whole embedding and LM head for
+the drafter, which runs independently in each.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 from heads.api.errors import UserError
 
 JOIN_TIMEOUT = timedelta(hours=2)
-"""Longest wait for another process, such as one that still loads a large target."""
+"""Longest wait for another process, for example one that is still loading a large target."""
 _HANDOVER_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share the target, and the device it computes on."""
+    """This process's rank among those that share the target, and its device."""
 
     rank: int
     size: int
@@ -44,10 +44,10 @@ class Ranks:
 
 
 def join_ranks(wanted: str) -> Ranks:
-    """This process's rank, in a started process group (NCCL on CUDA, gloo on the CPU).
+    """This process's rank, in an initialised process group (NCCL on CUDA, gloo on the CPU).
 
-    wanted: target.device. Raises `UserError` outside a launcher, for a single process, and for
-    another device type than the one that transformers splits over (CUDA wherever there is one).
+    wanted: target.device. Raises `UserError` outside a launcher, for a single process, and for a
+    device type other than the one that transformers splits over (CUDA if it is available).
     """
     rank, local, size = (_number(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if rank is None or local is None or size is None or size < 2:
@@ -78,7 +78,7 @@ def join_ranks(wanted: str) -> Ranks:
 
 
 def _leave() -> None:
-    """Leave the process group at exit; pauses as in `train.distributed.leave_world`."""
+    """Leave the process group at exit, with pauses as in `train.distributed.leave_world`."""
     gc.collect()
     time.sleep(_HANDOVER_SECONDS)
     if dist.is_initialized():
@@ -92,7 +92,7 @@ def _number(variable: str) -> int | None:
 
 
 def require_divisible(config: Any, size: int) -> None:
-    """Raise `UserError` unless a text config's heads divide by the number of processes."""
+    """Raise `UserError` unless the number of processes divides a text config's heads."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     for name, count in (("attention heads", heads), ("key/value heads", key_heads)):
@@ -113,14 +113,14 @@ def split_settings(size: int) -> Any:
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """A whole parameter, collected from all processes if split (a collective), else itself."""
+    """The whole parameter: gathered from all processes if split (a collective), or itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class GatheredState(Mapping[str, Tensor]):
-    """A target's named parameters, each collected from all processes when asked for.
+    """A target's named parameters, each gathered from all processes on access.
 
-    All processes must ask for the same names in the same order.
+    All processes must access the same names in the same order.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""Quantised targets: what `target.quantization` may say, and which library it takes.
+"""Quantised targets: the values of `target.quantization`, and the libraries that they need.
 
-Weights are quantised while they load (bitsandbytes, torchao, fp8), or come quantised with a
-checkpoint that says so itself ("auto"); those of compressed-tensors and ModelOpt are made plain
-(`inference.target.packed_target`). The decoder is lossless for the quantised model as it is:
-what it is compared with is that model's own greedy text.
+Weights are quantised while they load (bitsandbytes, torchao, fp8), or the checkpoint is quantised
+and its config says so ("auto"). Checkpoints of compressed-tensors and ModelOpt are dequantised
+(`inference.target.packed_target`). Lossless refers to the quantised model: its text is compared
+with that model's own greedy text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Library:
     pip: str
 
     def require(self, what: str) -> None:
-        """Raise `UserError` when it is not installed."""
+        """Raise `UserError` if it is not installed."""
         if find_spec(self.module) is None:
             raise UserError(
                 f"{what} needs the library {self.module}, which is not installed. Install it "
@@ -50,15 +50,15 @@ OWN_LIBRARIES: dict[str, Library] = {
     "aqlm": Library("aqlm", "aqlm[gpu,cpu]"),
     "fp8": _ACCELERATE,
 }
-"""Libraries of the methods that checkpoints name in their own quantization_config."""
+"""Libraries of the methods that checkpoints name in their quantization_config."""
 
 
 def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The quantisation config to load with; None for the checkpoint's own or none.
+    """The quantisation config to load with; None for the checkpoint's own config or none.
 
     name: `target.quantization`. own: the checkpoint's quantization_config (a dict or an object) or
     None. Raises `UserError` for an unknown name, a contradiction with the checkpoint, a missing
-    library or a device that cannot do it.
+    library or an unsupported device.
     """
     if name not in NAMES:
         raise UserError(f"target.quantization '{name}' is unknown.{suggest(name, NAMES)}")
@@ -134,7 +134,7 @@ NAMES = ("none", "auto", *_METHODS)
 def dense_weight(weight: Tensor, rows: int, columns: int, what: str) -> Tensor:
     """`weight` of an embedding or LM head in floating point [rows, columns], no gradients.
 
-    Raises `UserError` when its layout cannot be undone: drafters share these matrices.
+    Raises `UserError` if it cannot be dequantised: drafters share these matrices.
     """
     plain: Any = weight.detach()
     if type(plain).__module__.startswith("torchao."):

@@ -1,4 +1,4 @@
-"""What tells one target's weights from another's: a Hub commit, or a hash of files."""
+"""Identifies a target's weights: by a Hub commit, or a hash of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SAMPLE_BYTES, _SAMPLE_EVERY, _HASH_WHOLE_BELOW = 1 << 16, 1 << 24, 1 << 28
 
 
 def revision_of(path: str, revision: str | None) -> str:
-    """The Hub commit, or a hash of a folder's weights (files above 256 MiB sampled)."""
+    """The Hub commit, or a hash of a folder's weights (files above 256 MiB are sampled)."""
     folder = Path(path)
     if not folder.is_dir():
         return hub_commit(path, revision) or revision or "unknown"
@@ -30,9 +30,9 @@ def revision_of(path: str, revision: str | None) -> str:
 
 
 def hub_commit(path: str, revision: str | None) -> str | None:
-    """The commit that a Hub id's config was read from, by the cache; None if not there."""
+    """The commit of a Hub id's config in the local cache; None if it is not cached."""
     try:
         found = try_to_load_from_cache(path, "config.json", revision=revision)
-    except ValueError:  # no name that a repository can have
+    except ValueError:  # not a valid name of a repository
         return None
     return Path(found).parent.name if isinstance(found, str) else None

@@ -1,12 +1,12 @@
 """Rotary frequencies that depend on the length of the text, made constant.
 
-Two kinds of rotary embeddings choose their frequencies anew in every forward pass, from the
-greatest position in it: "longrope" (Phi-3, MiniCPM: a short and a long set) and "dynamic" NTK
-scaling (which recomputes them beyond the trained length). Under speculative decoding that breaks
-losslessness: a drafted node may stand beyond the boundary while the committed text does not, and
-one long row changes the frequencies of its whole batch, whose cached keys were turned by others.
-Dynamic scaling also asks the device for the position in every layer stack. So one set is chosen
-when the target is loaded, and stays.
+Two kinds of rotary embeddings choose their frequencies in every forward pass, from the largest
+position in it: "longrope" (Phi-3, MiniCPM: a short and a long set) and "dynamic" NTK scaling (which
+recomputes them beyond the trained length). In speculative decoding this would not be lossless: a
+drafted node may be beyond the boundary while the committed text is not. One long row would also
+change the frequencies of its whole batch, whose cached keys were rotated by others. Dynamic scaling
+additionally reads the position from the device in every pass. So one set is chosen when the target
+is loaded, and kept.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PINNED = "pinned"
-"""The rope type given to transformers' forward passes: it is none that they would update."""
+"""The rope type given to transformers' forward passes, so that they do not update frequencies."""
 
 
 def pin_frequencies(model: nn.Module, long_context: bool) -> None:
     """Fix the frequencies of every rotary embedding in `model` that would choose them by length.
 
-    Longrope keeps its short set, or its long one; dynamic scaling the trained one.
+    Longrope keeps its short set, or its long one (`long_context`); dynamic scaling keeps the
+    trained set.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -38,7 +39,7 @@ def pin_frequencies(model: nn.Module, long_context: bool) -> None:
 
 
 def trained_positions(config: Any) -> int | None:
-    """Positions that a longrope text model's short set reaches; None without one."""
+    """Positions that a longrope text model's short set covers; None without one."""
     for part in rope_parts(config):
         if part.get("rope_type") == "longrope":
             found = part.get("original_max_position_embeddings") or getattr(
@@ -58,7 +59,7 @@ def rope_parts(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _pinned(module: nn.Module, kind: str, layer: str | None, long_context: bool) -> str:
-    """Fix one set of frequencies; returns the rope type to go on with."""
+    """Fix one set of frequencies; returns the rope type to use from then on."""
     if "dynamic" in kind:
         return PINNED
     if kind != "longrope":

@@ -1,9 +1,8 @@
-"""Taps: the residual stream after chosen layers, caught by forward hooks in the one place where
-training and decoding both look.
+"""Taps: the residual stream after chosen layers, caught by forward hooks. Training and decoding
+both read it here.
 
-Tap L is the stream after L layers; tap 0 the embeddings; the tap after the last layer comes before
-the final norm (transformers' own last `hidden_states` entry is after it, which is why hooks are
-used instead).
+Tap L is the stream after L layers, tap 0 the embeddings. The tap after the last layer is before the
+final norm. transformers' last `hidden_states` entry is after it, so hooks are used instead.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from heads.api.errors import UserError
 
 @dataclass
 class Seen:
-    """What a forward pass left.
+    """The features of a forward pass.
 
-    caught: taps [B, T, n, H], ascending, or None; places: those of them that were asked for (None:
-    all); last_hidden: the normed last state [B, T, H].
+    caught: taps [B, T, n, H], ascending, or None; places: the places of the requested ones among
+    them (None: all); last_hidden: the normed last state [B, T, H].
     """
 
     caught: Tensor | None
@@ -33,7 +32,7 @@ class Seen:
 
     @property
     def taps(self) -> Tensor | None:
-        """The taps that were asked for [B, T, n, H]; None where there were none."""
+        """The requested taps [B, T, n, H]; None if there were none."""
         if self.caught is None or self.places is None:
             return self.caught
         if not self.places:
@@ -42,7 +41,7 @@ class Seen:
 
 
 class Taps:
-    """Hooks on a model's decoder layers; `read` gives what the last forward pass left."""
+    """Hooks on a model's decoder layers; `read` returns the features of the last forward pass."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers = layers
@@ -51,14 +50,14 @@ class Taps:
         self._caught: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self.shared: tuple[int, ...] = ()
-        """Taps that every pass catches, asked for or not: see `share`."""
+        """Taps that every pass catches, requested or not: see `share`."""
         self.last: Seen | None = None
-        """What the last pass left, while taps are shared."""
+        """The features of the last pass, while taps are shared."""
 
     @contextmanager
     def share(self, taps: Iterable[int]) -> Iterator[None]:
-        """Let every pass catch these taps too, so that passes for drafters with different taps are
-        the same computation."""
+        """Within the block, every pass also catches these taps, so that passes for drafters with
+        different taps are the same computation."""
         before, self.shared = self.shared, tuple(sorted(set(taps)))
         try:
             yield
@@ -66,7 +65,7 @@ class Taps:
             self.shared, self.last = before, None
 
     def want(self, taps: tuple[int, ...]) -> None:
-        """Install hooks for these taps and the shared ones; cheap when nothing changed."""
+        """Install hooks for these taps and the shared ones; cheap if nothing changes."""
         self._wanted = taps
         hooked = tuple(sorted({*taps, *self.shared}))
         if hooked == self._hooked:
@@ -91,7 +90,7 @@ class Taps:
         return self.layers[tap - 1].register_forward_hook(after)
 
     def read(self, last_hidden: Tensor) -> Seen:
-        """What the last forward pass left. last_hidden: its normed last state [B, T, H]."""
+        """The features of the last forward pass. last_hidden: its normed last state [B, T, H]."""
         hooked, wanted = self._hooked, self._wanted
         if any(caught.ndim > last_hidden.ndim for caught in self._caught.values()):
             raise UserError(
@@ -111,7 +110,7 @@ class Taps:
 def find_decoder(model: Any) -> Any:
     """A causal LM's text decoder, without head and vision tower."""
     decoder = model.get_decoder()
-    # families whose prefix names a part that the text-only class does not have (Llama 4)
+    # in some families the prefix names a part that the text-only class lacks (Llama 4)
     if decoder is model:
         decoder = model.model
     return decoder
@@ -132,12 +131,12 @@ FINAL_NORMS = (
     *("norm", "final_layernorm", "final_layer_norm", "final_norm"),
     *("ln_f", "norm_f", "embedding_norm"),
 )
-"""What families call the norm behind the last layer, in the module that has the layers."""
+"""Names that families give to the norm after the last layer, in the module that has the layers."""
 
 
 def find_final_norm(decoder: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
-    """The norm that makes the last hidden state of the stream after the last layer; None where it
-    goes by another name."""
+    """The norm that turns the stream after the last layer into the last hidden state; None if it
+    has another name."""
     holder = next(module for module in decoder.modules() if layers in module.children())
     found = (getattr(holder, name, None) for name in FINAL_NORMS)
     return next((module for module in found if isinstance(module, nn.Module)), None)

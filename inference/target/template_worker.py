@@ -1,13 +1,13 @@
-"""The process in which chat templates run: a program of its own, started by
+"""The process in which chat templates run: a separate program, started by
 `inference.target.templates`, that imports nothing of Headstart.
 
-A template is code of whoever made the tokenizer. transformers' sandbox keeps it from files and from
-Python, but not from running for ever or from taking all memory. Here it can do either only up to a
-limit, and what it could reach is a process without secrets.
+A template is code of the tokenizer's author. transformers' sandbox denies it access to files and to
+Python, but does not stop it from running forever or taking all memory. Here both have a limit, and
+the template can only reach a process without secrets.
 
-Messages are a length of four bytes and JSON, in both directions; a length of 0, once, says that the
-process is ready. Request: template, messages, values, marks (whether the spans of `{% generation
-%}` are wanted). Answer: text and spans, or error.
+Messages are a length of four bytes and JSON, in both directions. A single length of 0 means that
+the process is ready. Request: template, messages, values, marks (whether the spans of
+`{% generation %}` are returned). Answer: text and spans, or error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any, BinaryIO
 
 LENGTH = 4
 MEMORY = 1024**3
-"""Bytes that rendering may take beyond what the process has when it begins."""
+"""Bytes that rendering may take beyond the process's memory at its start."""
 LONGEST = 64 * 1024**2
-"""Characters of a rendered conversation."""
+"""Most characters of a rendered conversation."""
 
 
 def main() -> None:
-    """Answer requests until the other end closes. Argument: seconds of computing of a request."""
+    """Answer requests until the other end closes. Argument: most CPU seconds per request."""
     seconds = int(sys.argv[1])
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers does without, at once
+    os.dup2(2, 1)  # a library's prints must not be part of the answers
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers starts faster without it
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
     limit_memory()
     answers.write(bytes(LENGTH))
@@ -52,7 +52,7 @@ def respond(render: Any, request: dict[str, Any]) -> dict[str, Any]:
             return_assistant_tokens_mask=request["marks"],
             **request["values"],
         )
-    except Exception as error:  # noqa: BLE001 - a foreign program: anything may come out of it
+    except Exception as error:  # noqa: BLE001 - a foreign program may raise anything
         lines = str(error).strip().splitlines()
         name = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
         return {"error": f"{name}{lines[0] if lines else 'no reason given'}"[:500]}
@@ -62,7 +62,7 @@ def respond(render: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit_memory() -> None:
-    """Let this process take `MEMORY` bytes more than it has, where the system can say so."""
+    """Limit this process to `MEMORY` bytes more than it has, if the system supports it."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -73,7 +73,7 @@ def limit_memory() -> None:
 
 
 def limit_time(seconds: int) -> None:
-    """Let the system end this process after so many more seconds of computing."""
+    """Make the system end this process after `seconds` more of CPU time."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -84,7 +84,7 @@ def limit_time(seconds: int) -> None:
 
 
 def receive(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next message; None where the other end has closed."""
+    """The next message; None if the other end has closed."""
     head = stream.read(LENGTH)
     if len(head) < LENGTH:
         return None

@@ -1,8 +1,8 @@
-"""Renders chat templates in processes of their own (`template_worker`), with limits on time, memory
-and output: a template comes with a tokenizer, and nothing else would end one that never does.
+"""Renders chat templates in separate processes (`template_worker`), with limits on time, memory and
+output. A template comes with a tokenizer, and nothing else would stop one that never ends.
 
-A process starts with the first conversation, is kept for the following ones and ends with this
-one. It has none of this process's environment but what Python needs.
+A process starts with the first conversation, is kept for the following ones, and ends with this
+process. It gets only the part of this process's environment that Python needs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ KEPT = (
     "PATH HOME LANG LC_ALL LC_CTYPE TZ TMPDIR LD_LIBRARY_PATH DYLD_LIBRARY_PATH VIRTUAL_ENV "
     "PYTHONHOME SYSTEMROOT HF_HOME"
 ).split()
-"""Environment variables that the process gets."""
+"""Environment variables that are passed to the process."""
 OWN = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 SECONDS = 10
-"""Computing time of one rendering; others take some milliseconds."""
+"""Most CPU time of one rendering; ordinary ones take some milliseconds."""
 PATIENCE = 300.0
-"""Seconds without an answer after which the process counts as lost: a machine may be so busy that
-its `SECONDS` of computing take long."""
+"""Seconds without an answer after which the process counts as lost. On a busy machine, `SECONDS` of
+CPU time may take long."""
 LARGEST_ANSWER = 16 * LONGEST
 PIECE = 1 << 20
 
@@ -54,14 +54,15 @@ class WorkerLostError(Exception):
 
 
 class Worker:
-    """The process. One conversation at a time; `lock` is held meanwhile."""
+    """A process that renders one conversation at a time; the caller holds `lock` meanwhile."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, request: Mapping[str, object]) -> dict[str, Any]:
-        """The process's answer; raises `WorkerLostError`, after which the next call starts anew."""
+        """The process's answer. Raises `WorkerLostError`; the next call then starts a new
+        process."""
         try:
             content = json.dumps(request, default=plain).encode()
         except (ValueError, TypeError, RecursionError) as error:
@@ -94,14 +95,14 @@ class Worker:
             process.communicate()
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's."""
+        """Drop the process in a forked child, as it belongs to the parent."""
         process, self._process, self.lock = self._process, None, threading.Lock()
         for stream in (process.stdin, process.stdout) if process is not None else ():
             if stream is not None:
                 os.close(stream.fileno())
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process and wait until it is ready; raises `UserError` when it cannot be."""
+        """Start the process and wait until it is ready; raises `UserError` if that fails."""
         environment = {name: os.environ[name] for name in KEPT if name in os.environ} | OWN
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         program = [sys.executable, "-P", str(Path(template_worker.__file__)), str(SECONDS)]
@@ -123,7 +124,7 @@ class Worker:
             self._read(process, LENGTH, time.monotonic() + PATIENCE)
         except BaseException as error:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(1)  # its own status, not that of being stopped
+                process.wait(1)  # to get its own exit status, not that of being killed
             self.stop()
             if not isinstance(error, WorkerLostError):
                 raise
@@ -150,8 +151,8 @@ class Worker:
 
 
 WORKERS = (Worker(), Worker())
-"""A second process starts when the first one is at work: a server has one thread for long prompts,
-and short ones shall not wait for it."""
+"""A second process starts if the first one is busy: a server has one thread for long prompts, and
+short prompts must not wait for it."""
 for _worker in WORKERS:
     atexit.register(_worker.stop)
     if hasattr(os, "register_at_fork"):
@@ -160,7 +161,7 @@ for _worker in WORKERS:
 
 @contextmanager
 def free_worker() -> Iterator[Worker]:
-    """Hold a worker that is free, or the first one as soon as it is."""
+    """Hold a free worker, or wait for the first one."""
     worker = next((one for one in WORKERS if one.lock.acquire(blocking=False)), None)
     if worker is None:
         worker = WORKERS[0]
@@ -178,10 +179,10 @@ def render(
     values: Mapping[str, object],
     marks: bool = False,
 ) -> Rendered:
-    """Render a conversation. values: further variables; marks: whether spans are wanted.
+    """Render a conversation. values: further variables; marks: whether spans are returned.
 
-    Raises `UserError` for a template that refuses the conversation, has an error, or takes more
-    time or memory than there is for one.
+    Raises `UserError` for a template that refuses the conversation, has an error, or exceeds its
+    limits of time or memory.
     """
     chat = [{key: value for key, value in one.items() if value is not None} for one in messages]
     request = {"template": template, "messages": chat, "values": dict(values), "marks": marks}
@@ -200,7 +201,7 @@ def render(
 
 
 def plain(value: object) -> object:
-    """What JSON has no type for, as transformers' own rendering shows it to a template."""
+    """A value without a type in JSON, as transformers' own rendering shows it to a template."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
         return item()  # a scalar of numpy

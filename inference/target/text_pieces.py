@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"
-"""What a tokenizer gives for bytes that are not yet a whole character."""
+"""A tokenizer's text for bytes that are not yet a whole character."""
 WINDOW, KEPT = 48, 12
-"""Only the last tokens are decoded anew: of more than `WINDOW` the last `KEPT`."""
+"""Only the last tokens are decoded again: if there are more than `WINDOW`, only the last `KEPT` are
+kept."""
 
 
 class TextPieces:
-    """Turns tokens into text as they arrive; a character whose bytes are not all there yet waits.
+    """Turns tokens into text as they arrive; an incomplete character is held back.
 
-    ends: token ids that end a text and are not shown. text: what has been shown.
+    ends: token ids that end a text and are not shown. text: the text shown so far.
     """
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self.tokenizer, self.ends = tokenizer, frozenset(ends)
         self.tokens: list[int] = []
         self.text = ""
-        self._shown = 0  # characters shown of what `tokens` say
+        self._shown = 0  # characters shown of the text of `tokens`
 
     def add(self, new: Sequence[int]) -> str:
         """The text that `new` tokens complete."""
@@ -30,7 +31,7 @@ class TextPieces:
         return "" if text.endswith(REPLACEMENT) else self._from_shown(text)
 
     def rest(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._from_shown(self._decoded(self.tokens))
 
     def _decoded(self, tokens: Sequence[int]) -> str:
@@ -42,8 +43,8 @@ class TextPieces:
         if len(self.tokens) > WINDOW:
             kept = self.tokens[-KEPT:]
             end = self._decoded(kept)
-            # not between the bytes of a character, nor where the tokenizer would write the same
-            # tokens differently
+            # do not cut between the bytes of a character, nor where the tokenizer would decode the
+            # same tokens differently
             if text.endswith(end) and not end.startswith(REPLACEMENT):
                 self.tokens, self._shown = kept, len(end)
         return piece

@@ -1,2 +1,2 @@
-"""What speculation gains on given traffic: a server with continuous batching, simulated with this
+"""The gain of speculation on given traffic: simulates a server with continuous batching, with this
 machine's measured costs."""

@@ -1,9 +1,9 @@
-"""What speculation gains on traffic: every drafter and draft length played through the same
-arrivals, and the advice from it.
+"""The gain of speculation on traffic: simulates every drafter and draft length with the same
+arrivals, and gives advice.
 
-Two questions are answered apart. What would users of this traffic notice: latency and tokens per
-second of the simulated server. And how much faster is decoding itself at the number of requests
-that is not passed in half of the time (p50), or 95% of it (p95).
+Two questions are answered separately. What users of this traffic notice: latency and tokens per
+second of the simulated server. How much faster decoding itself is at a concurrency: the number of
+requests that is not exceeded in 50% of the time (p50), or in 95% (p95).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PLAIN = "none"
 
 
 class UserView(TypedDict):
-    """What users of a server notice; seconds by the names of `QUANTILES`."""
+    """The view of a server's users; seconds by the names of `QUANTILES`."""
 
     tokens_per_second: float
     """From the first arrival to the last answer."""
@@ -51,7 +51,7 @@ class UserView(TypedDict):
 
 
 class WayResult(UserView):
-    """The simulated traffic in one way."""
+    """The simulated traffic under one way to serve."""
 
     drafter: str
     draft: str
@@ -61,7 +61,7 @@ class WayResult(UserView):
     """Speedup of decoding at each concurrency."""
     memory_bytes: dict[str, int]
     extra_bytes: int
-    """Beyond those of plain decoding."""
+    """Bytes beyond those of plain decoding."""
 
 
 class TrafficAdvice(TypedDict):
@@ -75,14 +75,14 @@ class TrafficAdvice(TypedDict):
     best: dict[str, dict[str, str]]
     """`drafter` and `draft` of the way with the largest speedup."""
     engines: dict[str, dict[str, dict[str, Any]]]
-    """By drafter: what each engine takes (`inference.engines.settings`) of the drafts that are
-    fastest at 1, 2, 4, ... rows."""
+    """By drafter: the settings of each engine (`inference.engines.settings`) for the drafts that
+    are fastest at 1, 2, 4, ... rows."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to serve: a drafter's name (`PLAIN` for none) and draft, its costs, tokens kept per
-    verification by domain ("": all), the memory it takes."""
+    """One way to serve. drafter: its name (`PLAIN` for none); kept: tokens kept per verification,
+    by domain ("": all); memory: bytes that it takes."""
 
     drafter: str
     draft: Draft
@@ -118,7 +118,7 @@ def ways_to_serve(
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Way]:
     """Plain decoding and every drafter at every length, measured on this machine. decode: sampling
-    settings. Raises `UserError` where a drafter can draft none of the lengths."""
+    settings. Raises `UserError` if a drafter supports none of the lengths."""
     batches = {1, config.rows, *(rows for rows in config.batches if rows <= config.rows)}
     tuning = TuneConfig(
         batches=tuple(sorted(batches)),
@@ -161,7 +161,7 @@ def ways_to_serve(
 def advise(
     ways: Sequence[Way], arrivals: Sequence[Arrival], rows: int, seed: int = 0
 ) -> TrafficAdvice:
-    """Simulate the traffic in every way, of which the first is plain decoding."""
+    """Simulate the traffic under every way to serve; the first must be plain decoding."""
     plain = ways[0]
     plain_jobs = plain.jobs(arrivals, seed)
     plain_served = simulate(plain_jobs, plain.costs)

@@ -1,11 +1,11 @@
-"""Traffic as the simulator takes it: when requests arrive, how long their prompts and answers are,
-and of which domain.
+"""The simulator's traffic: when requests arrive, how long their prompts and answers are, and their
+domains.
 
-Two sources. A .jsonl has one request per line: `timestamp` (seconds, or ISO 8601), the prompt
-(`prompt`, `messages` or `tokens`, or its length as `prompt_tokens`), the answer's length as
-`answer_tokens` where it is known, and optionally `domain`. The text of a server's /metrics (its
-engine is one of `inference.engines.counters`) has sums alone: then requests are drawn that arrive
-at its rate (a Poisson process) with its mean lengths (geometrically distributed), and with its
+There are two sources. A .jsonl has one request per line: `timestamp` (seconds, or ISO 8601), the
+prompt (`prompt`, `messages` or `tokens`, or its length as `prompt_tokens`), the answer's length as
+`answer_tokens` if known, and optionally `domain`. The text of a server's /metrics (of an engine in
+`inference.engines.counters`) has only sums. In this case requests are drawn at random: they arrive
+at the server's rate (a Poisson process), with its mean lengths (geometrically distributed) and its
 domains' shares of the answers.
 """
 
@@ -34,8 +34,8 @@ from inference.traffic.config import TrafficConfig
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: seconds since the first one, tokens of prompt and answer, domain (empty where none
-    is known)."""
+    """A request: seconds since the first one, tokens of prompt and answer, domain (empty if
+    unknown)."""
 
     time: float
     prompt: int
@@ -44,9 +44,9 @@ class Arrival:
 
 
 def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Arrival]:
-    """The requests in the order of their arrival, from `config.file`; raises `UserError` naming
-    file and line. context: positions that a row holds. What is drawn by mean lengths is cut there,
-    as the counting server did."""
+    """The requests of `config.file`, in order of arrival; raises `UserError` with file and line.
+    context: positions of a row; lengths drawn at random are cut there, as the counting server cut
+    them."""
     name, wanted = config.file, "a .jsonl of requests with times, or a server's /metrics as text."
     if not name:
         raise UserError(f"traffic.file is not set: give {wanted}")
@@ -69,7 +69,7 @@ def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Ar
 
 
 def needed_context(config: TrafficConfig, arrivals: Sequence[Arrival], limit: int) -> int:
-    """Positions per row; raises `UserError` for traffic that does not fit into them, or into the
+    """Positions per row. Raises `UserError` for traffic that does not fit into them, or into the
     target's `limit`."""
     longest = max(item.prompt + item.answer for item in arrivals)
     context = config.context or longest
@@ -137,7 +137,7 @@ def _prompt_length(row: Mapping[str, Any], where: str, tokenizer: Any) -> int:
 
 
 def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[Arrival]:
-    """Requests like those that a server counted: their rate, mean lengths and domains; see the
+    """Random requests with the rate, mean lengths and domains that a server counted; see the
     module."""
 
     def by(label: str, name: str) -> dict[str, float]:
@@ -174,7 +174,7 @@ def drawn(config: TrafficConfig, read: Sequence[Sample], context: int) -> list[A
         rng.geometric(divide(1.0, max(1.0, divide(sum(tokens.values()), answered))), count)
         for tokens in (prompts, answers)
     )
-    # a tail that no row holds was refused, or cut, when it was counted
+    # lengths beyond a row were refused or cut when they were counted
     prompt_lengths = np.minimum(long_prompts, context - 1)
     answer_lengths = np.minimum(long_answers, context - prompt_lengths)
     columns = (times - times[0], prompt_lengths, answer_lengths, domains)

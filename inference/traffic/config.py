@@ -1,4 +1,4 @@
-"""Which traffic is simulated, on what server, with which drafters."""
+"""The configuration of a simulation: the traffic, the server and the drafters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Traffic played through the real decoder by the clock on the wall: what the simulator is checked
-against."""
+"""Plays traffic through the real decoder in real time, to check the simulator."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from inference.traffic.simulate import Served
 def play(
     engine: Engine, requests: Sequence[Request], times: Sequence[float], capacity: int
 ) -> tuple[list[Served], list[Arrival]]:
-    """Hand every request in at its time (seconds since the start, ascending) and decode; when each
-    was served, and the arrivals as they turned out, with the lengths of their answers.
+    """Submit every request at its time (seconds since the start, ascending) and decode. Returns
+    when each was served, and the actual arrivals with the lengths of their answers.
     `requests[i].index` is i."""
     first, end = [0.0] * len(requests), [0.0] * len(requests)
     lengths = [0] * len(requests)
@@ -49,7 +48,7 @@ def play(
 
 
 def _settle(session: Session, request: Request) -> None:
-    """Answer a request that does not count: buffers and thread pools come into being."""
+    """Answer a request that does not count, so that buffers and thread pools are created."""
     session.add(request)
     while session.unfinished:
         session.step()

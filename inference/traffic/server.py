@@ -1,5 +1,5 @@
-"""The server that is simulated, in this machine's seconds: its steps, its reading of prompts, its
-memory, for one way to draft."""
+"""The costs of the simulated server on this machine, for one way to draft: its steps, its prefill,
+and its memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from inference.tune.costs import StepCosts
 from inference.tune.survey import Survey, Task
 
 READ_TOGETHER = 4
-"""Prompts read at once where the cost of reading is measured; the other point is one prompt."""
+"""Prompts read at once at one point of the prefill measurement; the other point is one prompt."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Seconds of reading prompts: once per reading, and per token of the padded prompts."""
+    """Seconds of a prefill: once per call, and per token of the padded prompts."""
 
     once: float
     per_token: float
@@ -37,8 +37,8 @@ class Prefill:
 def measure_prefill(
     target: TargetModel, drafter: Any, draft: Draft, decode: DecodeConfig, task: Task, repeats: int
 ) -> Prefill:
-    """Time the engine's own reading of one short prompt and of several long ones, the drafter's
-    start included; a line through both. Answers end with their first token, so nothing else is
+    """Time the engine's prefill of one short prompt and of several long ones, the drafter's start
+    included, and fit a line through both. Answers end with their first token, so nothing else is
     decoded."""
     ordered = sorted(task.requests, key=lambda request: len(request.tokens))
     points = []
@@ -50,7 +50,7 @@ def measure_prefill(
         for attempt in range(repeats + 1):
             engine.clock.reset()
             list(engine.run(requests))
-            if attempt:  # the first one allocates
+            if attempt:  # the first attempt allocates
                 seconds.append(engine.clock.seconds["prefill"])
         points.append((len(chosen) * len(chosen[0].tokens), median(seconds)))
     (few, short), (many, long) = points
@@ -61,8 +61,8 @@ def measure_prefill(
 def server_costs(
     costs: StepCosts, draft: Draft, rows: int, prefill: Prefill, lengths: Sequence[int]
 ) -> Costs:
-    """What the simulator needs. lengths: two different numbers of cached tokens, between which
-    steps are taken to be linear."""
+    """The costs for the simulator. lengths: two different numbers of cached tokens; steps are
+    assumed to be linear in the length."""
     low, high = lengths[0], lengths[-1]
     near, far = ([costs.step(draft, n, at) for n in range(1, rows + 1)] for at in (low, high))
     slopes = [max(0.0, divide(b - a, high - low)) for a, b in zip(near, far, strict=True)]
@@ -71,7 +71,8 @@ def server_costs(
 
 
 def kept_tokens(found: Survey, draft: Draft, task: Task) -> dict[str, list[int]]:
-    """Domain ("": all) -> tokens of each verification but an answer's last, which its end cut."""
+    """Tokens committed by each verification, by domain ("": all). An answer's last verification is
+    left out, as the answer's end cuts it."""
     by_domain: dict[str, list[int]] = {"": []}
     for answer, domain in zip(found.answers[draft], task.domains, strict=True):
         counts = [record.committed for record in answer.passes[:-1]]
@@ -84,7 +85,7 @@ def memory_bytes(
     target: TargetModel, drafter: Any, draft: Draft, decode: DecodeConfig, rows: int, context: int
 ) -> dict[str, int]:
     """Bytes that `rows` rows of `context` positions take: the target's cache, the drafter's state
-    and weights, a pass's room."""
+    and weights, and a pass's activations."""
     engine = Engine(target, None if draft == NONE else drafter, draft.on(decode))
     slots, info = context + engine.tree.num_nodes + 1, target.info
     embedding, nodes = target.weights.embedding, engine.tree.num_nodes

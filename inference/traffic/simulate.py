@@ -1,11 +1,10 @@
-"""A server with continuous batching, played through with known costs: who waits, who is decoded
-with whom, when answers end.
+"""Simulates a server with continuous batching from known costs: which requests wait, which are
+decoded together, and when answers end.
 
-It does what `inference.decoding.session` does: as soon as a row is free and a request waits,
-prompts are read into all free rows at once; otherwise a step advances every row in use by one
-verification. How many tokens a verification commits is drawn beforehand, so a request is a number
-of passes, and the simulator can leap over all the steps in which no request arrives, ends or is
-admitted.
+It follows `inference.decoding.session`: as soon as a row is free and a request waits, prompts are
+read into all free rows at once; otherwise a step advances every row in use by one verification. The
+tokens that a verification commits are drawn beforehand, so a request is a number of passes. The
+simulator can then skip all steps in which no request arrives, ends or is admitted.
 
 Legend: b rows in use, L cached tokens of the longest row.
 """
@@ -25,8 +24,8 @@ from inference.traffic.arrivals import Arrival
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of what a server does. A step of b rows: fixed[b - 1] + per_token[b - 1] * L; reading
-    R prompts, padded to the longest of T tokens: prefill + prefill_token * R * T."""
+    """Seconds of a server's operations. A step of b rows: fixed[b - 1] + per_token[b - 1] * L. A
+    prefill of R prompts, padded to the longest of T tokens: prefill + prefill_token * R * T."""
 
     fixed: tuple[float, ...]
     per_token: tuple[float, ...]
@@ -47,7 +46,7 @@ class Costs:
 @dataclass(frozen=True)
 class SimulatedRequest:
     """A request and how it will be decoded. commits: tokens of each of its verifications; the first
-    token comes with the prompt."""
+    token comes from prefill."""
 
     arrival: Arrival
     commits: tuple[int, ...]
@@ -55,7 +54,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class Served:
-    """When a request's first token came and when its answer ended, in seconds since the first
+    """The times of a request's first token and of its answer's end, in seconds since the first
     arrival."""
 
     first: float
@@ -73,7 +72,7 @@ class _Row:
 
 
 def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
-    """When every request was served. jobs: in the order of their arrival."""
+    """When every request was served. jobs: in order of arrival."""
     first, end = [0.0] * len(jobs), [0.0] * len(jobs)
     cumulated = [np.concatenate([[0], np.cumsum(job.commits)]) for job in jobs]
     waiting: deque[int] = deque()
@@ -100,7 +99,7 @@ def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
                 commits = cumulated[row.job]
                 row.length += int(commits[row.done + steps] - commits[row.done])
                 row.done += steps
-            # the middle of the leap's lengths: rows grow about evenly
+            # the mean length over the skipped steps, as rows grow about evenly
             last = max(row.length for row in running)
             middle = before + (last - before) * divide(steps - 1, 2 * steps)
             now += steps * costs.step(len(running), middle)
@@ -114,8 +113,8 @@ def simulate(jobs: Sequence[SimulatedRequest], costs: Costs) -> list[Served]:
 
 
 def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) -> tuple[int, ...]:
-    """Tokens of each verification until `answer` tokens are there, the first of them free; drawn
-    from the measured `commits`."""
+    """Tokens of each verification, drawn from the measured `commits`, until there are `answer`
+    tokens; the first token needs no verification."""
     left, drawn = answer - 1, list[int]()
     while left > 0:
         for count in rng.choice(np.asarray(commits), size=max(1, left)).tolist():
@@ -129,7 +128,7 @@ def draw_commits(answer: int, commits: Sequence[int], rng: np.random.Generator) 
 def concurrency(
     jobs: Sequence[SimulatedRequest], served: Sequence[Served], shares: Sequence[float]
 ) -> list[int]:
-    """Requests in the server at quantiles of the time in which there was any."""
+    """Requests in the server at quantiles of the time in which it had any."""
     changes = sorted([(job.arrival.time, 1) for job in jobs] + [(item.end, -1) for item in served])
     spent: dict[int, float] = {}
     count, since = 0, 0.0

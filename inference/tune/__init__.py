@@ -1,2 +1,2 @@
-"""Choosing how to draft: predicted from measured costs and measured acceptance, then checked by
-running the best few."""
+"""Chooses how to draft: predicts speeds from measured costs and measured acceptance, then checks
+the best few by running them."""

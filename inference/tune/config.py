@@ -1,4 +1,4 @@
-"""What the tuner tries, on which prompts, and how thoroughly it checks what it has predicted."""
+"""The configuration of the tuner: what it tries, on which prompts, and how thoroughly it checks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a step costs: cost curves of the drafts that are weighed, and how far decoding differs from
+"""The cost of a step: cost curves of the compared drafts, corrected by how decoding differs from
 them.
 
-A curve's point is one call on its own (`inference.decoding.costs`). Decoding puts the calls
-together, and does more than that: picks, acceptance, what the host does between steps. So every
-family of drafts is run for a short while at every batch size: the ratio of each phase's seconds to
-the curves' corrects the curves, and what is none of the three phases is a step's fixed time.
+A point of a curve is a single call (`inference.decoding.costs`). Decoding combines the calls, and
+adds picks, acceptance, and the host's work between steps. So every family of drafts is run briefly
+at every batch size. The ratio of each phase's seconds to the curve's corrects the curve, and the
+time outside the three phases is a step's fixed time.
 
 Legend: b rows, n nodes, L cached tokens of the longest row, B rows decoded together.
 """
@@ -37,15 +37,15 @@ class Calibration:
 
 @dataclass
 class StepCosts:
-    """Seconds of a step of decoding: curves, corrected. calibrations: (family, b) -> how; without
-    one curves hold as they are."""
+    """Seconds of a decoding step: corrected curves. calibrations: corrections by (family, b);
+    without one, the curves are used unchanged."""
 
     curves: CostCurves
     calibrations: dict[tuple[str, int], Calibration] = field(default_factory=dict)
 
     def phases(self, draft: Draft, b: float, length: float, nodes: float = 0) -> dict[str, float]:
-        """Seconds by phase of a step in b rows, the longest of which holds `length` tokens. nodes:
-        those verified, where drafts stop early; 0: all."""
+        """Seconds by phase of a step in b rows, the longest of which has `length` tokens. nodes:
+        the verified nodes, if drafts stop early; 0: all."""
         found = self.on_curves(draft, b, length, nodes)
         ratios, other = self.correction(draft.family, b)
         return {name: found[name] * ratios.get(name, 1.0) for name in MEASURED} | {"other": other}
@@ -69,8 +69,8 @@ class StepCosts:
         }
 
     def correction(self, family: str, b: float) -> tuple[Mapping[str, float], float]:
-        """Ratios and fixed seconds at b rows, between the batch sizes that were run; the nearest
-        one's outside them."""
+        """Ratios and fixed seconds at b rows: interpolated between the batch sizes that were run,
+        and those of the nearest one outside them."""
         known = sorted(rows for name, rows in self.calibrations if name == family)
         if not known:
             return {}, 0.0
@@ -85,9 +85,8 @@ class StepCosts:
         return ratios, low.other + share * (high.other - low.other)
 
     def calibrate(self, family: str, rows: int, runs: Sequence[TimedRun]) -> None:
-        """Take over what the clock booked while drafts of a family were decoded in `rows` rows.
-        Sums over the runs: the ratio of a draft that costs next to nothing says little about one
-        that costs much.
+        """Set the calibration of a family at `rows` rows from the clocks of its runs. It uses sums
+        over the runs, as the ratio of a very cheap draft says little about an expensive one.
         """
         expected, booked = dict.fromkeys(MEASURED, 0.0), dict.fromkeys(MEASURED, 0.0)
         other = 0.0
@@ -97,7 +96,7 @@ class StepCosts:
                 if phase in MEASURED and step[phase]:
                     expected[phase] += run.clock.passes * step[phase]
                     booked[phase] += seconds
-                elif phase != "prefill":  # also what a loop without drafter books to drafting
+                elif phase != "prefill":  # includes a loop's drafting phase without a drafter
                     other += seconds
         ratios = {
             phase: divide(booked[phase], seconds) if seconds else 1.0
@@ -109,8 +108,8 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class TimedRun:
-    """A short decoding: mean length of the longest row, nodes verified (0: the draft's size), what
-    the clock booked."""
+    """A short decoding run: mean length of the longest row, nodes verified (0: the draft's size),
+    and its clock."""
 
     draft: Draft
     length: float

@@ -1,10 +1,11 @@
-"""Sets of a target's layers, each in the next larger one, by leaving out one layer after the other:
-where a search begins (`inference.tune.layer_search`).
+"""Nested sets of a target's layers, made by removing one layer after the other. A search starts
+from them (`inference.tune.layer_search`).
 
-The layer that is left out next is the one without which the target's next-token distributions on
-its own text change least, by the divergence KL(p, q) from the whole target's p to the smaller one's
-q. One forward pass over the text tells that of a set, where tau takes decoding. A deep target loses
-many of its layers so before drafts suffer (ShortGPT, 2403.03853, removes layers by another score).
+The next layer to remove is the one without which the target's next-token distributions on its own
+text change least, by the divergence KL(p, q) from the whole target's p to the smaller one's q. One
+forward pass over the text gives the divergence of a set, while tau needs decoding. A deep target
+can lose many layers in this way before drafts get worse (ShortGPT, 2403.03853, removes layers by
+another score).
 
 Legend: M tokens of text, V vocabulary, L layers.
 """
@@ -28,7 +29,7 @@ LAST = FeatureSpec(last_hidden=True)
 
 def nested_sets(layers: int, divergence: Callable[[Kept], float]) -> list[Kept]:
     """The best sets of layers - 1, layers - 2, ..., 1 of `layers`, each without one layer of the
-    set before it; takes layers (layers + 1) / 2 calls of `divergence`."""
+    set before it. It takes layers (layers + 1) / 2 calls of `divergence`."""
     kept, found = tuple(range(layers)), list[Kept]()
     while len(kept) > 1:
         smaller = [tuple(one for one in kept if one != left) for left in kept]
@@ -38,10 +39,10 @@ def nested_sets(layers: int, divergence: Callable[[Kept], float]) -> list[Kept]:
 
 
 class Divergence:
-    """How far the target with some of its layers is from all of it, in nats per token of its text.
+    """The divergence of the target with only some layers from the whole target, in nats per token.
 
-    documents: token ids of prompts with the target's responses. A call takes the layers that are
-    kept and returns the mean of KL(p, q) over all tokens.
+    documents: token ids of prompts with the target's responses. A call takes the kept layers and
+    returns the mean of KL(p, q) over all tokens.
     """
 
     def __init__(self, target: TargetModel, documents: Sequence[Sequence[int]]) -> None:
@@ -72,7 +73,7 @@ class Divergence:
 
 @contextmanager
 def only_layers(target: TargetModel, kept: Kept) -> Iterator[None]:
-    """The target without its other layers, for a block."""
+    """Within the block, the target has only the layers `kept`."""
     layers = find_layers(target.decoder, target.info.num_layers)
     holder, name = next(
         (module, name)

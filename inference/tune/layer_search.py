@@ -1,14 +1,13 @@
-"""Which layers of a target draft best for all of them, found by trying (Draft & Verify, 2309.08168;
+"""Searches the layers of a target that draft best for the whole target (Draft & Verify, 2309.08168;
 SWIFT, 2410.06916).
 
-A set of kept parts (whole layers, or attention and MLP of a layer separately) is as good as the
-speedup that it should give: tau / (1 + gamma c), gamma drafted tokens of c each, c being the share
-of the target's cost that one drafted token takes. tau is measured by decoding, so it costs seconds
-per set, and there are 2^U sets. The search therefore learns from what it has tried: a Bayesian
-linear model (what each part, and each pair of neighbours, adds to the log of a drafted token's
-acceptance) proposes, by a draw from its posterior (Thompson sampling), the most promising set among
-the neighbours of the best ones; every `GREEDY_EVERY`-th trial follows the model's mean, without a
-draw.
+The value of a set of kept parts (whole layers, or attention and MLP of a layer separately) is the
+ideal speedup: tau / (1 + gamma c), with gamma drafted tokens and c the cost of one drafted token as
+a share of the target's. tau is measured by decoding, which takes seconds per set, and there are 2^U
+sets. So the search learns from its trials with a Bayesian linear model of what each part, and each
+pair of neighbours, adds to the log of a drafted token's acceptance. The model proposes the most
+promising set among the neighbours of the best ones, by a draw from its posterior (Thompson
+sampling). Every `GREEDY_EVERY`-th trial uses the model's mean instead of a draw.
 
     parts, head_cost = parts_of(target)
     config = SearchConfig(evaluations=60, depth=4, fixed_cost=head_cost)
@@ -41,10 +40,10 @@ GREEDY_EVERY = 3
 ELITE = 4
 """Best sets whose neighbours are considered."""
 RANDOM_SHARE = 0.25
-"""Share of the trials that are random sets, at the start: without them the model sees too little of
-most parts."""
+"""Share of the trials that are random sets, at the start: without them the model has too little
+data on most parts."""
 PRIOR, NOISE = 0.5, 0.1
-"""Standard deviations of the model's weights, and of what a linear model misses, in logs of the
+"""Standard deviations of the model's weights, and of the linear model's error, in logs of the
 acceptance."""
 LEAST = 1e-2
 """Acceptance below which sets are equally bad."""
@@ -52,8 +51,8 @@ LEAST = 1e-2
 
 @dataclass(frozen=True, order=True)
 class SkippablePart:
-    """Something that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its
-    share of what one token costs the target, the unskippable rest (LM head) excluded."""
+    """A part that can be left out: a layer (0-based), or its "attention" or "mlp". cost: its share
+    of the target's cost of one token; the LM head, which cannot be skipped, is not part of it."""
 
     layer: int
     what: str
@@ -92,8 +91,8 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class Trial:
-    """A set that was tried: which parts, their share c of the target's cost, tau, tau / (1 + gamma
-    c), and which counts."""
+    """A set that was tried: its parts, their share c of the target's cost, tau, tau / (1 + gamma
+    c), and the value of the objective."""
 
     kept: Chosen
     cost: float
@@ -117,7 +116,7 @@ class SearchResult:
 def parts_of(
     target: TargetModel, sublayers: bool = False
 ) -> tuple[tuple[SkippablePart, ...], float]:
-    """The parts of a target and the fixed cost (its LM head), in shares of the weights that
+    """The parts of a target and the fixed cost (its LM head), as shares of the weights that
     decoding one token reads. sublayers: attention and MLP of a layer can be left out separately."""
     state, both = target.weights.state, ("attention", "mlp")
     wanted = both if sublayers else ("layer",)
@@ -140,11 +139,11 @@ def search_layers(
     config: SearchConfig,
     first: Sequence[Chosen] = (),
 ) -> SearchResult:
-    """Try sets of parts for the best speedup: those in `first`, evenly spread ones and prefixes
-    before others.
+    """Search the set of parts with the best speedup. It tries the sets in `first`, evenly spread
+    layers and prefixes before others.
 
-    Raises `UserError` when there are fewer than two parts, none with attention, or no set within
-    the cost allowed.
+    Raises `UserError` if there are fewer than two parts, none with attention, or no set within the
+    allowed cost.
     """
     if len(parts) < 2 or not any(part.attends for part in parts):
         raise UserError(
@@ -164,15 +163,14 @@ def search_layers(
 def measure_tau(
     target: TargetModel, drafter: Any, requests: Sequence[Request], decode: DecodeConfig
 ) -> metrics.TauEstimate:
-    """What decoding these requests with a drafter keeps, by the decoder's own count."""
+    """tau of decoding these requests with a drafter, as the decoder counts it."""
     done = Engine(target, drafter, decode).run(requests)
     outcomes = [Outcome(str(item.request.index), "", item.passes) for item in done]
     return metrics.tau_estimate(Totals.collect(outcomes, decode.tree(target.device).max_depth))
 
 
 def ideal_speedup(tau: float, depth: int, cost: float) -> float:
-    """tau / (1 + gamma c): what drafting gamma tokens of cost c each leaves of the accepted
-    length."""
+    """tau / (1 + gamma c): the ideal speedup of drafting gamma tokens of cost c each."""
     return metrics.divide(tau, 1 + depth * cost)
 
 
@@ -186,8 +184,8 @@ class _Search:
     trials: dict[Chosen, Trial] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Try `config.evaluations` sets: where to start, random ones, then those that the model of
-        what was tried expects most of."""
+        """Try `config.evaluations` sets: starting sets, random ones, then those with the best
+        expected value under the model."""
         trials, count = self.trials, self.config.evaluations
         for kept in self.seeds():
             if len(trials) < max(4, count // 2):
@@ -209,7 +207,7 @@ class _Search:
             self.attempt(pool[int(np.argmax(expected))])
 
     def attempt(self, kept: Chosen) -> None:
-        """Evaluate a set that is new, drafts, and does not cost too much."""
+        """Evaluate a set if it is new, can draft, and does not cost too much."""
         cost = self.cost(kept)
         if kept not in self.trials and self.drafts(kept) and cost <= self.config.most_cost:
             tau = self.evaluate(kept)
@@ -217,12 +215,12 @@ class _Search:
             self.trials[kept] = Trial(kept, cost, tau, speedup, self.value(tau, cost))
 
     def value(self, tau: float, cost: float) -> float:
-        """What the search raises."""
+        """The value that the search maximises."""
         depth = self.config.depth
         return float(tau) if self.config.objective == "tau" else ideal_speedup(tau, depth, cost)
 
     def drafts(self, kept: Chosen) -> bool:
-        """Whether a set keeps any attention, and leaves out anything."""
+        """Whether a set keeps some attention and leaves out at least one part."""
         pairs = zip(kept, self.parts, strict=True)
         return any(keep and part.attends for keep, part in pairs) and not all(kept)
 
@@ -231,8 +229,8 @@ class _Search:
         return self.config.fixed_cost + sum(part.cost for keep, part in pairs if keep)
 
     def seeds(self) -> list[Chosen]:
-        """Where a search starts: sets that it was given; layers left out evenly, at several shares;
-        the first layers alone; single parts left out."""
+        """The starting sets: given sets; evenly spread layers, at several shares; only the first
+        layers; single parts left out."""
         layers = max(part.layer for part in self.parts) + 1
         found: list[Chosen] = [*self.first]
         for share in (0.5, 0.75, 0.25):
@@ -244,8 +242,8 @@ class _Search:
         return list(dict.fromkeys(found))
 
     def pool(self) -> list[Chosen]:
-        """Sets that were not tried: one part more or less than the best sets, one exchanged, and
-        random changes of two to four."""
+        """Untried sets near the best ones: one part more or less, one exchanged, and random changes
+        of two to four parts."""
         count, found = len(self.parts), dict[Chosen, None]()
         for trial in sorted(self.trials.values(), key=lambda trial: -trial.value)[:ELITE]:
             kept = [place for place, keep in enumerate(trial.kept) if keep]
@@ -262,7 +260,7 @@ class _Search:
         return list(found)
 
     def random_set(self) -> Chosen:
-        """A random set that fills what may be spent, or a random share of it when speed is the
+        """A random set that uses up the allowed cost, or a random share of it if speed is the
         objective."""
         fixed = self.config.fixed_cost
         left = min(self.config.most_cost, 1.0) - fixed
@@ -291,8 +289,8 @@ class _Search:
 
 
 def accepted_length(acceptance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:
-    """tau of chains of `depth` tokens when each is accepted with the same probability: 1 + a + ...
-    + a^depth."""
+    """tau of chains of `depth` tokens if each is accepted with the same probability: 1 + a + ... +
+    a^depth."""
     return np.sum([acceptance**power for power in range(depth + 1)], axis=0)
 
 
@@ -303,7 +301,7 @@ def acceptance_of(tau: float, depth: int) -> float:
 
 
 def _features(sets: Sequence[Chosen]) -> NDArray[np.float64]:
-    """What the model sees of E sets: which parts they keep, which neighbours they keep both of, and
-    a constant [E, 2U]."""
+    """The model's inputs for E sets [E, 2U]: the kept parts, the pairs of neighbours that are both
+    kept, and a constant."""
     bits = np.asarray(sets, dtype=np.float64)
     return np.concatenate([bits, bits[:, :-1] * bits[:, 1:], np.ones((len(bits), 1))], 1)

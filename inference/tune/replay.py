@@ -1,9 +1,9 @@
-"""What any draft would have had accepted along texts that the target has written, without the
-target's passes.
+"""Computes which drafts would have been accepted along texts that the target has written, without
+the target's passes.
 
-The match rule never changes the text, so the target decodes every prompt once and gives its states
-once, and any shape of any drafter is then walked along the known text. That is the accepted length
-of decoding, exactly, pass by pass.
+The match rule never changes the text. So the target decodes every prompt once and computes its
+states once, and any shape of any drafter is then walked along the known text. The result is exactly
+the accepted length of decoding, pass by pass.
 
 Legend: B prompts, N nodes, T positions.
 """
@@ -30,7 +30,7 @@ from inference.target.model import TargetModel
 @dataclass
 class Replay:
     """Walks a drafter along texts that the target has written (one completion per prompt), with the
-    target's true states."""
+    target's states."""
 
     target: TargetModel
     drafter: Any
@@ -55,16 +55,16 @@ class Replay:
         self.noise = SharedNoise(settings, seeds, self.target.info.vocab_size, Stream.TARGET)
 
     def outcomes(self, shape: DraftShape) -> list[Outcome]:
-        """`passes` for measuring tau, by the prompts' numbers."""
+        """The passes for measuring tau, by the prompts' numbers."""
         return [Outcome(str(row), "", records) for row, records in enumerate(self.passes(shape))]
 
     @torch.no_grad()
     def passes(self, shape: DraftShape, limits: Limits | None = None) -> list[list[PassRecord]]:
-        """The passes that decoding would have needed, per prompt. limits: where chains stop early;
-        `PassRecord.live` then says where."""
+        """The passes that decoding would have needed, per prompt. limits: stops chains early;
+        `PassRecord.live` then has the drafted levels that counted."""
         passes: list[list[PassRecord]] = [[] for _ in self.texts]
         self.noise.keeps_logits = limits is not None and limits.wants_logits
-        root = self.prompt.clone()  # [B]: where the last committed token stands
+        root = self.prompt.clone()  # [B]: position of the last committed token
         capacity = self.tokens.shape[1] + shape.num_nodes
         state = self.drafter.start(self._states(torch.zeros_like(root), root), shape, capacity)
         while bool((root < self.length - 1).any()):
@@ -91,7 +91,7 @@ class Replay:
         return passes
 
     def _at(self, positions: Tensor) -> Tensor:
-        """The text's tokens at positions [B, N]; -1 behind its end."""
+        """The text's tokens at positions [B, N]; -1 after its end."""
         inside = positions < self.length[:, None]
         return torch.where(
             inside, self.tokens.gather(1, positions.clamp(max=self.tokens.shape[1] - 1)), -1

@@ -1,9 +1,9 @@
-"""What the tuner knows of acceptance: every draft of its grid on the tuning prompts, at one
-temperature. Where the rule keeps the target's text, drafts are walked along the target's own
-answers (`inference.tune.replay`); where it keeps only the text's distribution, every draft decodes.
+"""The tuner's survey of acceptance: every draft of its grid on the tuning prompts, at one
+temperature. If the rule keeps the target's text, drafts are walked along the target's own answers
+(`inference.tune.replay`). If it keeps only the text's distribution, every draft decodes.
 
-The prompts are cut into blocks that a batch decodes from beginning to end; a block is what speeds
-are predicted for, what is run to check them, and what their intervals resample.
+The prompts are divided into blocks that a batch decodes from beginning to end. Speeds are predicted
+for blocks, checked by running blocks, and their intervals resample blocks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from inference.tune.tree_search import RankStatistics, measure_ranks, search_tre
 from inference.tune.workload import Answered, Steps, batch_steps
 
 REFILLS = 2
-"""Prompts per row in a block, so that a batch is decoded as it is refilled."""
+"""Prompts per row in a block, so that rows are refilled."""
 FEWEST_BLOCKS = 6
-"""Blocks at least: intervals resample them."""
+"""Fewest blocks, as intervals resample them."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Task:
         prompts: Sequence[Prompt],
         decode: DecodeConfig,
     ) -> Task:
-        """Choose prompts as `config` says, those that fit; raises `UserError` when fewer than two
-        are left."""
+        """Choose prompts as `config` says, among those that fit; raises `UserError` if fewer than
+        two are left."""
         known = sorted({prompt.domain for prompt in prompts})
         wanted = config.domains or known
         unknown = [name for name in wanted if name not in known]
@@ -93,16 +93,16 @@ class Task:
         return max(len(request.tokens) + request.max_new_tokens for request in self.requests)
 
     def blocks(self, batch: int, rounds: int) -> list[list[int]]:
-        """Numbers of the prompts of each block: all prompts `rounds` times, a block twice as large
-        as the batch."""
+        """Numbers of the prompts of each block: all prompts at least `rounds` times, in blocks
+        twice as large as the batch."""
         count, size = len(self.requests), REFILLS * batch
         blocks = max(FEWEST_BLOCKS, -(-count // size)) * rounds
         starts = range(0, blocks * size, size)
         return [[place % count for place in range(start, start + size)] for start in starts]
 
     def block_requests(self, blocks: Sequence[Sequence[int]]) -> list[list[Request]]:
-        """The requests of blocks. A prompt that comes again samples with another seed, so that its
-        text is another."""
+        """The requests of blocks. A repeated prompt samples with another seed, so that its text
+        differs."""
         visits, found = Counter[int](), []
         for block in blocks:
             requests = []
@@ -116,8 +116,8 @@ class Task:
 
 @dataclass
 class Survey:
-    """Acceptance of every draft at one temperature. answers: draft -> per prompt what answering it
-    takes; ranks: by depth."""
+    """Acceptance of every draft at one temperature. answers: for each draft, the passes of every
+    prompt's answer; ranks: by depth."""
 
     temperature: float
     answers: Mapping[Draft, list[Answered]]
@@ -126,11 +126,11 @@ class Survey:
 
     @property
     def drafts(self) -> list[Draft]:
-        """All that are weighed, plain decoding first."""
+        """All compared drafts, plain decoding first."""
         return list(self.answers)
 
     def steps(self, draft: Draft, blocks: Sequence[Sequence[int]], batch: int) -> Steps:
-        """The steps in which a batch decodes the blocks."""
+        """The steps that a batch takes to decode the blocks."""
         answers = self.answers[draft]
         each = (batch_steps([answers[number] for number in block], batch) for block in blocks)
         return sum(each, Steps())
@@ -142,8 +142,9 @@ class Survey:
         return tau_estimate(Totals.collect(outcomes, draft.depth), seed)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON holds it. A survey is not timed, so it can be made beforehand on a busy machine.
-        drafts[].answers: (tokens of the prompt, (accepted, committed, rejected, live) per pass)."""
+        """The survey for JSON. A survey is not timed, so it can be made beforehand on a busy
+        machine. drafts[].answers: (tokens of the prompt, (accepted, committed, rejected, live) per
+        pass)."""
         drafts = []
         for draft, answers in self.answers.items():
             rows = [(answer.prompt, [_numbers(r) for r in answer.passes]) for answer in answers]
@@ -153,7 +154,7 @@ class Survey:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Survey:
-        """Read back `to_dict`."""
+        """Read the result of `to_dict`."""
         answers = {
             Draft.read(item["draft"]): [
                 Answered(prompt, [PassRecord(a, c, bool(r), live=live) for a, c, r, live in passes])
@@ -172,11 +173,11 @@ def _numbers(record: PassRecord) -> tuple[int, int, int, int]:
 def grid(
     config: TuneConfig, target: TargetModel, drafter: Any, accuracy: Sequence[Sequence[float]]
 ) -> tuple[list[Draft], dict[str, str]]:
-    """All drafts to weigh, plain decoding first, and those left out: label -> why the drafter
-    refused them.
+    """All drafts to compare, plain decoding first, and those left out: their labels and why the
+    drafter refused them.
 
-    accuracy [D][R]: measured rates by depth and rank, which static trees are searched from; empty:
-    no static trees.
+    accuracy [D][R]: measured rates by depth and rank, for searching static trees; empty: no static
+    trees.
     """
     wanted = [Draft("chain", depth) for depth in sorted(set(config.depths))]
     depth, width = config.tree_depth, config.width
@@ -184,7 +185,7 @@ def grid(
         if accuracy and accuracy[0][0] > 0:
             found = search_tree(accuracy[:depth], nodes)
             levels = max(len(path) for path in found.choices)
-            if levels < len(found.choices):  # a chain is there already
+            if levels < len(found.choices):  # not a chain, which is included already
                 wanted.append(Draft("tree", levels, found.choices))
         if nodes <= 1 + width + (depth - 1) * width**2:
             wanted.append(Draft("dynamic", min(depth, nodes - 1), (), nodes, width))
@@ -211,7 +212,7 @@ def grid(
 
 
 def refusal(target: TargetModel, drafter: Any, draft: Draft) -> str:
-    """Why `drafter` cannot fill a draft; empty when it can."""
+    """Why `drafter` cannot fill a draft; empty if it can."""
     try:
         tree = draft.tree(DecodeConfig(), target.device)
         drafter_state_bytes(drafter, tree, 1, 64, target.info, target.weights.embedding)
@@ -221,7 +222,7 @@ def refusal(target: TargetModel, drafter: Any, draft: Draft) -> str:
 
 
 def deepest(config: TuneConfig, target: TargetModel, drafter: Any) -> int:
-    """The longest chain of the grid that the drafter can draft, trees' levels included; at least
+    """The longest chain of the grid, including trees' levels, that the drafter can draft; at least
     1."""
     asked = sorted({*config.depths, config.tree_depth}, reverse=True)
     return next((d for d in asked if not refusal(target, drafter, Draft("chain", d))), 1)
@@ -230,10 +231,10 @@ def deepest(config: TuneConfig, target: TargetModel, drafter: Any) -> int:
 def survey(
     config: TuneConfig, target: TargetModel, drafter: Any, task: Task, decode: DecodeConfig
 ) -> Survey:
-    """The passes of every draft on all prompts, at `decode.temperature`, by the rule that
-    `decode.rule` stands for with the draft's shape.
+    """The passes of every draft on all prompts, at `decode.temperature`, under the rule that
+    `decode.rule` selects for the draft's shape.
 
-    Raises `UserError` for a drafter that learns from refused nodes, which only decoding shows it.
+    Raises `UserError` for a drafter that learns from rejected nodes, which only decoding provides.
     """
     if drafter.needs.verified:
         raise UserError(
@@ -283,7 +284,7 @@ def decoded(
     requests: Sequence[Request],
     decode: DecodeConfig,
 ) -> list[list[PassRecord]]:
-    """The passes in which `draft` answers `requests` (numbered 0, 1, ...), per request. Needed by
-    rules whose text depends on the draft."""
+    """The passes in which `draft` answers `requests` (numbered 0, 1, ...), per request. It is
+    needed for rules whose text depends on the draft."""
     done = Engine(target, drafter, draft.on(decode)).run(requests)
     return [item.passes for item in sorted(done, key=lambda item: item.request.index)]

@@ -1,4 +1,4 @@
-"""What tuning has chosen, as a table for people."""
+"""The result of tuning as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference.tune.tuner import TuneRow
 
 
 def tune_table(name: str, rows: Sequence[TuneRow]) -> Table:
-    """What was chosen, for the terminal."""
+    """The chosen drafts, one line per batch size and temperature."""
     found = make_table(name)
     titles = "batch size|temperature|draft|predicted tokens/s|measured|without|speedup"
     for title in titles.split("|"):

@@ -1,17 +1,16 @@
-"""Static trees searched from measured acceptance, Medusa's way (2401.10774, section 3.2 and
+"""Searches static trees from measured acceptance, as in Medusa (2401.10774, section 3.2 and
 appendix C).
 
-Decoding validation prompts with a chain shows, at every depth whose drafts before it were kept,
-which of the drafter's candidates the target picked: its rank. Under the model that these rates hold
-for every path of a depth, a node is reached with the product of the rates along its path, so the
-tree that keeps the most tokens is the one that takes the likeliest nodes first.
+Decoding validation prompts with a chain shows the rank of the target's pick among the drafter's
+candidates, at every depth where all drafts before were kept. Assume that these rates hold for every
+path of a depth. Then the probability of reaching a node is the product of the rates along its path,
+and the tree that keeps the most tokens takes the likeliest nodes first.
 
     statistics = measure_ranks(target, drafter, requests, DecodeConfig(depth=4))
     found = search_tree(statistics.accuracy(), nodes=26)
     DecodeConfig(shape="tree", choices=found.choices)
 
-Legend: D deepest level, R ranks that are distinguished, N nodes, M positions asked about at once,
-V' draft vocabulary.
+Legend: D deepest level, R distinguished ranks, N nodes, M positions per call, V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class RankStatistics:
     """How often the target picked the drafter's candidates.
 
     tested [D]: states at depth d - 1 (all drafts before them kept) at which the target's pick was
-    compared with the candidates; hits [D][R]: how often it was the candidate of rank r.
+    compared with the candidates; hits [D][R]: how often the pick was the candidate of rank r.
     """
 
     tested: list[int]
@@ -50,9 +49,9 @@ class RankStatistics:
         return cls([0] * depth, [[0] * ranks for _ in range(depth)])
 
     def accuracy(self) -> list[list[float]]:
-        """The rates [D][R], none above the better ranks': rates out of order, which small counts
-        bring about, are averaged (pool adjacent violators). Raises `UserError` when no state of the
-        first depth was seen.
+        """The rates [D][R], which never rise with the rank: rates out of order, caused by small
+        counts, are averaged (pool adjacent violators). Raises `UserError` if no state of the first
+        depth was seen.
         """
         if not self.tested or not self.tested[0]:
             raise UserError(
@@ -79,8 +78,8 @@ def pool_ranks(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class SearchedTree:
-    """choices: paths of sibling ranks, as `DecodeConfig.choices` takes them; tau: tokens per
-    verification under the model."""
+    """A searched tree. choices: paths of sibling ranks, as in `DecodeConfig.choices`; tau: tokens
+    per verification under the model."""
 
     choices: tuple[tuple[int, ...], ...]
     tau: float
@@ -91,8 +90,8 @@ def search_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> SearchedTree
     model of the module.
 
     accuracy [D][R]: the rate at which the target picks the candidate of rank r at depth d. Nodes
-    that are never reached are left out. Raises `UserError` for rates that are none, that rise with
-    the rank, or for fewer than 2 nodes.
+    that are never reached are left out. Raises `UserError` for invalid rates, rates that rise with
+    the rank, and fewer than 2 nodes.
     """
     if nodes < 2 or not accuracy:
         raise UserError(
@@ -111,8 +110,8 @@ def search_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> SearchedTree
                 f"and sum to at most 1; given {[round(rate, 4) for rate in rates]}. "
                 "`RankStatistics.accuracy` gives such rates."
             )
-    # A node is offered only when its parent and its better sibling, at least as likely, are in the
-    # tree.
+    # A node is offered only if its parent and its better sibling, which are at least as likely, are
+    # in the tree.
     offered: list[tuple[float, tuple[int, ...]]] = [(-accuracy[0][0], (0,))]
     choices: list[tuple[int, ...]] = []
     tau = 1.0
@@ -143,9 +142,9 @@ def measure_ranks(
     decode: DecodeConfig,
     ranks: int = 10,
 ) -> RankStatistics:
-    """Decode `requests` with chains of `decode.depth` and count at which rank the target's picks
-    stand, at `decode.temperature` with shared Gumbel noise. Row by row, for validation
-    prompts, not for speed.
+    """Decode `requests` with chains of `decode.depth` and count the ranks of the target's picks, at
+    `decode.temperature` with shared Gumbel noise. It decodes row by row, for validation prompts,
+    and is not meant to be fast.
     """
     recorder = _Recorder(drafter, RankStatistics.empty(decode.depth, ranks), ranks)
     chain = replace(
@@ -160,8 +159,7 @@ def measure_ranks(
 
 
 class _Recorder:
-    """A drafter that drafts what the one inside it drafts, and records what was accepted. One row
-    at a time."""
+    """A drafter that wraps another one and records what was accepted; one row at a time."""
 
     def __init__(self, inner: Any, statistics: RankStatistics, ranks: int) -> None:
         self.inner, self.kind, self.needs = inner, inner.kind, inner.needs
@@ -174,14 +172,14 @@ class _Recorder:
     def propose(self, state: Any, noise: Noise) -> Proposal:
         watching = _WatchingNoise(noise, self.ranks)
         proposal: Proposal = self.inner.propose(state, watching)
-        # A drafter that asks no noise is certain of its drafts: its only candidates.
+        # If a drafter does not use the noise, its drafts are certain and its only candidates.
         asked = torch.cat(watching.ranked, 1) if watching.ranked else proposal.tokens[:, 1:, None]
         assert asked.shape[:2] == (1, len(self.statistics.tested)), "one row, one choice per depth"
         self.candidates = asked[0].tolist()
         return proposal
 
     def commit(self, state: Any, accepted: TargetStates) -> Any:
-        # Entry i is what the target picked behind the first i drafts, all of which it kept.
+        # Entry i is the target's pick after the first i drafts, all of which were kept.
         picks = accepted.next_tokens[0, : int(accepted.lengths[0])].tolist()
         for depth, (pick, candidates) in enumerate(zip(picks, self.candidates, strict=False)):
             self.statistics.tested[depth] += 1
@@ -191,8 +189,7 @@ class _Recorder:
 
 
 class _WatchingNoise:
-    """The noise it is given; it remembers the best candidates of every choice: target ids [B, M,
-    R]."""
+    """Wraps a noise and records the best candidates of every choice: target ids [B, M, R]."""
 
     def __init__(self, noise: Noise, ranks: int) -> None:
         self.noise, self.ranks = noise, ranks

@@ -1,15 +1,15 @@
-"""Chooses how to draft with one drafter on this machine, for every batch size and temperature asked
-for.
+"""Chooses how to draft with one drafter on this machine, for every configured batch size and
+temperature.
 
 1. Survey: how much of every draft is accepted, from the target's own answers to tuning prompts
    (`survey`).
-2. Costs: what drafting, verifying and committing take, as curves, corrected by short decodings
-   (`costs`).
+2. Costs: the seconds of drafting, verifying and committing, as curves, corrected by short decoding
+   runs (`costs`).
 3. Prediction: tokens per second of every draft = tokens of the blocks / sum of their steps'
    seconds.
-4. Check: the drafts with the best predictions answer all blocks, taking turns with plain decoding,
-   those close to the fastest more often; the one that prediction and measurement together say is
-   the fastest is chosen, or none when plain decoding is as fast.
+4. Check: the drafts with the best predictions answer all blocks, taking turns with plain decoding;
+   those close to the fastest run more often. The draft that is fastest by prediction and
+   measurement together is chosen, or none if plain decoding is as fast.
 
 Legend: B rows decoded together.
 """
@@ -43,14 +43,14 @@ from inference.tune.workload import Answered, Steps, batch_steps
 
 Say = Callable[[str], None]
 CALIBRATION_TURNS, CALIBRATION_TOKENS = 16, 24
-"""Cost curves are corrected by short answers in many turns: a machine's speed changes within
-seconds, and all take their share."""
+"""Cost curves are corrected by short answers in many turns, so that changes of the machine's speed,
+which occur within seconds, affect all drafts alike."""
 TIE = 0.02
-"""Drafts whose speeds differ by less than this share are equally fast: a check of minutes measures
-no finer."""
+"""Drafts whose speeds differ by less than this share count as equally fast: a check of minutes
+cannot distinguish them."""
 CLOSE = 0.1
-"""Drafts within this share of the fastest run longer: of several that are equally fast the luckiest
-of a short run would win."""
+"""Drafts within this share of the fastest run longer: among equally fast drafts, chance would
+decide a short run."""
 PREDICTION_ERROR = 0.06
 """Standard deviation of log(predicted / measured speedup) in a measurement before that of
 docs/reports/tune.json."""
@@ -58,8 +58,8 @@ docs/reports/tune.json."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a draft is expected to do at one batch size: tokens per second, tau, seconds per step by
-    phase."""
+    """A draft's expected tokens per second, tau, and seconds per step by phase, at one batch
+    size."""
 
     draft: Draft
     tokens_per_second: float
@@ -67,7 +67,7 @@ class Prediction:
     phases: Mapping[str, float]
 
     def to_dict(self, speedup: float) -> dict[str, object]:
-        """As JSON holds it, with the draft's label and settings."""
+        """The prediction for JSON, with the draft's label and settings."""
         return {
             "label": self.draft.label,
             **self.draft.plain(),
@@ -92,7 +92,7 @@ class DraftSpeed:
     tau: float
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON holds it, with the draft's label."""
+        """The speed for JSON, with the draft's label."""
         return {**vars(self), "draft": self.draft.label}
 
 
@@ -129,8 +129,8 @@ class Tuner:
         decode: DecodeConfig,
         say: Say = lambda _: None,
     ) -> Tuner:
-        """Choose the prompts. decode: sampling settings, rule and seed; its draft, batch and
-        lengths are the tuner's business."""
+        """Choose the prompts. decode: sampling settings, rule and seed; the tuner sets draft, batch
+        and lengths."""
         decode = NONE.on(replace(decode, max_new_tokens=config.max_new_tokens))
         return cls(config, target, drafter, Task.of(config, target, prompts, decode), decode, say)
 
@@ -138,7 +138,7 @@ class Tuner:
         """The decode settings at a temperature."""
         return replace(self.decode, temperature=temperature)
 
-    # What is known
+    # Acceptance and costs
 
     def survey(self, temperature: float) -> Survey:
         """Acceptance at a temperature, measured once."""
@@ -157,7 +157,7 @@ class Tuner:
             drafts = list(dict.fromkeys(draft for drafts in known for draft in drafts))
             batches = ", ".join(map(str, config.batches))
             self.say(f"cost curves of {len(drafts)} drafts at batch sizes {batches}")
-            # Drafts that stop early cost what the whole chain costs to draft.
+            # Drafting a chain that stops early costs as much as drafting the whole chain.
             whole = {draft.unstopped.label: draft.unstopped for draft in drafts if draft != NONE}
             stopped = max((draft.size for draft in drafts if draft.family == "adaptive"), default=1)
             sizes = sorted({*range(1, 1 + stopped), *(draft.size for draft in drafts)})
@@ -190,8 +190,8 @@ class Tuner:
     def calibrate(self, batch: int) -> StepCosts:
         """The costs, corrected at a batch size.
 
-        They are corrected when they are first asked for, right before the finalists of the batch
-        size run, because a machine's speed drifts from minute to minute.
+        They are corrected on first use, right before the finalists of the batch size run, because a
+        machine's speed drifts from minute to minute.
         """
         costs = self.step_costs()
         if (NONE.family, batch) not in costs.calibrations:
@@ -199,8 +199,8 @@ class Tuner:
         return costs
 
     def _calibrate(self, costs: StepCosts, batch: int) -> None:
-        """Correct the curves at a batch size by short decodings. They use the draft with the best
-        prediction of every family, and another chain."""
+        """Correct the curves at a batch size by short decoding runs. They use the draft with the
+        best prediction of every family, and another chain."""
         temperature, count = self.config.temperatures[0], len(self.task.requests)
         self.say(f"fixed time of a step at batch size {batch}")
         predicted = self.predictions(temperature, batch, costs)
@@ -219,7 +219,7 @@ class Tuner:
     # Predicting and running
 
     def predictions(self, temperature: float, batch: int, costs: StepCosts) -> list[Prediction]:
-        """Every draft's, the fastest first."""
+        """The predictions of all drafts, the fastest first."""
         found, blocks = self.survey(temperature), self.task.blocks(batch, self.config.rounds)
         rows = []
         for draft in found.drafts:
@@ -231,14 +231,14 @@ class Tuner:
         return sorted(rows, key=lambda item: -item.tokens_per_second)
 
     def nodes(self, draft: Draft, steps: Steps) -> float:
-        """Nodes verified per row and step on average; 0 stands for the draft's size."""
+        """Mean nodes verified per row and step; 0 means the draft's size."""
         return steps.mean_nodes if draft.family == "adaptive" else 0.0
 
     def compare(
         self, drafts: Sequence[Draft], temperature: float, batch: int
     ) -> dict[Draft, list[Turn]]:
-        """Drafts answer all prompts `rounds` times, taking turns with plain decoding, and those
-        close to the fastest `close_rounds` times on top; plain decoding always does."""
+        """Let drafts answer all prompts `rounds` times, taking turns with plain decoding. Those
+        close to the fastest, and plain decoding, do so `close_rounds` more times."""
         blocks = self.task.blocks(batch, self.config.rounds + self.config.close_rounds)
         first = len(self.task.blocks(batch, self.config.rounds))
         turns = self.run([NONE, *drafts], temperature, batch, blocks[:first])
@@ -261,9 +261,9 @@ class Tuner:
         most: int = 0,
         skip: int = 0,
     ) -> dict[Draft, list[Turn]]:
-        """Decode blocks with each of these drafts, taking turns. most: tokens of an answer; 0: as
-        the task says. skip: the first blocks, which were decoded before: a prompt that comes again
-        samples with another seed.
+        """Decode blocks with each of these drafts, taking turns. most: most tokens of an answer; 0:
+        as the task says. skip: number of first blocks that were decoded before; they still count
+        for the seeds of repeated prompts.
         """
         requests = self.task.block_requests(blocks)[skip:]
         if most:
@@ -283,8 +283,8 @@ class Tuner:
     def speeds(self, turns: Mapping[Draft, Sequence[Turn]]) -> list[DraftSpeed]:
         """Speeds of drafts that took turns, with intervals over blocks; the fastest first.
 
-        Plain decoding is among them and took no fewer turns than any draft; each draft is compared
-        with it over the draft's own blocks.
+        Plain decoding is one of them and took at least as many turns as any draft. Each draft is
+        compared with it over the draft's own blocks.
         """
         found = []
         for draft, taken in turns.items():
@@ -304,7 +304,7 @@ class Tuner:
             )
         return sorted(found, key=lambda item: -item.tokens_per_second)
 
-    # The whole
+    # Tuning
 
     def tune(self) -> list[TuneRow]:
         """One row per batch size and temperature."""
@@ -338,7 +338,7 @@ class Tuner:
         return cast(TuneRow, row)
 
     def facts(self) -> dict[str, object]:
-        """What the rows are based on: acceptance per temperature, cost curves, their
+        """The data behind the rows: acceptance per temperature, cost curves, and their
         corrections."""
         costs = self.step_costs()
         survival = [
@@ -364,13 +364,13 @@ class Tuner:
 
 
 def choose(measured: Sequence[DraftSpeed], predicted: Mapping[Draft, float]) -> DraftSpeed:
-    """The draft to use. measured: drafts that took turns, plain decoding among them. predicted:
+    """The draft to use. measured: drafts that took turns, including plain decoding. predicted:
     speedups.
 
-    A prediction and a measurement are two estimates of one speedup (`combine`). Both the combined
-    and the measured one must be above 1 for a draft to be used. Of drafts within `TIE` of the best,
-    the one with the fewest nodes is taken: their difference is not measurable, and the smallest
-    loses the least where other prompts accept less or more rows run.
+    A prediction and a measurement are two estimates of one speedup (`combine`). A draft is used
+    only if both the combined and the measured speedup are above 1. Of drafts within `TIE` of the
+    best, the one with the fewest nodes is chosen: their difference is not measurable, and the
+    smallest loses least if other prompts accept less, or if more rows run.
     """
     means = {
         item.draft: combine(predicted[item.draft], item.speedup, item.speedup_ci95)
@@ -389,7 +389,8 @@ def choose(measured: Sequence[DraftSpeed], predicted: Mapping[Draft, float]) -> 
 
 def combine(predicted: float, measured: float, interval: Sequence[float]) -> float:
     """Geometric mean of a predicted and a measured speedup, weighted by inverse log variance.
-    interval: the measurement's, 95%. The longer the measurement, the less the prediction counts."""
+    interval: the measurement's 95% interval. The longer the measurement, the less the prediction
+    counts."""
     low, high = interval
     if min(predicted, measured, low) <= 0.0:
         return measured
@@ -405,7 +406,7 @@ def sum_turns(draft: Draft, turns: Sequence[Turn]) -> Totals:
 
 def representatives(ordered: Sequence[Draft]) -> list[Draft]:
     """The first draft of every family, and the first chain that is at least twice as long, or at
-    most half as long, as that of its family: one level may cost next to nothing, where its token is
+    most half as long, as the first chain. One level alone may cost almost nothing, if its token is
     known from the commit before.
     """
     found = list({draft.family: draft for draft in reversed(ordered)}.values())

@@ -1,8 +1,8 @@
 """Continuous batching of known answers: how many steps a batch takes, how full it is, and how long
 its rows are.
 
-A step advances every row by one verification, rows that have ended are refilled at once (as
-`Engine.run` does), so with each answer's passes known, the steps follow without any clock.
+A step advances every row by one verification, and rows that have ended are refilled at once, as in
+`Engine.run`. So if each answer's passes are known, the steps follow without any timing.
 
 Legend: B rows.
 """
@@ -20,8 +20,8 @@ from inference.measure.metrics import divide
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt of `prompt` tokens whose answer took these passes (the first token comes with the
-    prompt)."""
+    """A prompt of `prompt` tokens whose answer took these passes (the first token comes from
+    prefill)."""
 
     prompt: int
     passes: Sequence[PassRecord]
@@ -29,8 +29,9 @@ class Answered:
 
 @dataclass(frozen=True)
 class Steps:
-    """Sums over the steps of a workload. steps; tokens committed; length: cached tokens of the
-    longest row; nodes: those verified, where the longest row's limit decides."""
+    """Sums over the steps of a workload. steps: their number; tokens: committed tokens; length:
+    cached tokens of the longest row; nodes: nodes verified per row, set by the longest limit in the
+    batch."""
 
     steps: int = 0
     tokens: int = 0

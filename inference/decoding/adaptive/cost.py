@@ -1,5 +1,5 @@
-"""What adaptive length knows of costs: measured on this machine when a batch is set up, or given;
-and the parts built from that.
+"""Pass costs for adaptive draft length, and the parts built from them. The costs are measured on
+this machine when a batch is set up, or given.
 
 Legend: B rows, D drafted tokens of a chain, N nodes, M tokens of a verification over all rows.
 """
@@ -27,8 +27,8 @@ REPEATS = 7
 def adaptive_parts(
     target: TargetModel, drafter: Any, decode: DecodeConfig, tree: DraftShape, rows: int
 ) -> tuple[Limits | None, Lengths | None]:
-    """The parts of a batch of `rows` rows that adapt its drafts' length, as `decode` asks; raises
-    `UserError` for drafters that must see their whole draft verified."""
+    """Build what adapts the draft length of a batch of `rows` rows, as `decode` asks. Raises
+    `UserError` for drafters that need their whole draft verified."""
     settings = decode.adaptive_settings()
     if drafter is None or not settings.active:
         return None, None
@@ -56,7 +56,7 @@ def adaptive_parts(
 def pass_seconds(
     target: TargetModel, drafter: Any, decode: DecodeConfig, rows: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of verifying and drafting chains of 0..D tokens. Given costs hold for both."""
+    """Seconds of verifying and drafting chains of 0..D tokens. Given costs include both."""
     depth = decode.depth
     if decode.adaptive_costs:
         return list(decode.adaptive_costs), [0.0] * (depth + 1)

@@ -1,9 +1,9 @@
-"""A trained estimate of whether a drafted token will be accepted (after SpecDec++, 2405.19715):
-logistic regression on what the drafter shows at every level, fitted on recorded passes of the
-drafter it is used with.
+"""A trained estimate of whether a drafted token will be accepted (after SpecDec++, 2405.19715).
 
-Features of a level follow from the distributions that it and the levels above it were drawn from,
-never from the token that came out of its own: see `inference.decoding.adaptive.lengths`.
+It is a logistic regression on features of the drafter's distributions at every level, fitted on
+recorded passes of the same drafter. The features of a level depend on the distributions that it
+and the levels above it were drawn from, never on the token drawn at the level itself; see
+`inference.decoding.adaptive.lengths`.
 
 Legend: B rows, D drafted tokens of a chain, V' draft vocabulary, F features.
 """
@@ -25,10 +25,11 @@ FORMAT = 1
 
 
 def level_features(logits: Tensor, temperature: float) -> Tensor:
-    """[B, D, F] float32 for logits [B, D, V'] that levels were drawn from (untempered at 0).
+    """Features [B, D, F] float32 of the logits [B, D, V'] that levels were drawn from (untempered
+    at 0).
 
-    log of the best probability, its distance to the second best, the entropy, the first's sum over
-    the levels above, the depth.
+    The features are the log of the best probability, its distance to the second best, the entropy,
+    the sum of the first feature over the levels above, and the depth.
     """
     logs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     best = logs.topk(2, dim=-1).values
@@ -46,7 +47,7 @@ def entropy(logs: Tensor) -> Tensor:
 
 @dataclass
 class AcceptanceHead:
-    """weight [F], bias []: the logit of acceptance is weight . features + bias."""
+    """A logistic regression: the logit of acceptance is weight [F] . features + bias []."""
 
     weight: Tensor
     bias: Tensor
@@ -67,7 +68,7 @@ class AcceptanceHead:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> AcceptanceHead:
-        """Read `save`'s file; raises `UserError` when it is absent or something else."""
+        """Read a file written by `save`. Raises `UserError` if it is missing or invalid."""
         advice = "Fit one with scripts/tools/fit_acceptance.py."
         try:
             content = read_object(Path(path), advice)
@@ -89,7 +90,7 @@ class AcceptanceHead:
 
 @dataclass
 class Recorded:
-    """features [M, F], accepted [M] bool of drafted tokens that were tested."""
+    """Drafted tokens that were tested: features [M, F], accepted [M] bool."""
 
     features: Tensor
     accepted: Tensor
@@ -98,7 +99,10 @@ class Recorded:
 def record(
     logits: Tensor, temperature: float, accepted: Tensor, tested: Tensor, active: Tensor
 ) -> Recorded:
-    """A pass's tested levels: logits [B, D, V'], accepted, tested (with refused), active [B]."""
+    """Record the tested levels of a pass.
+
+    logits [B, D, V']; accepted, tested (accepted plus rejected), active [B].
+    """
     features = level_features(logits, temperature)
     level = torch.arange(1, logits.shape[1] + 1, device=logits.device)
     used = (level <= tested[:, None]) & active[:, None]
@@ -106,11 +110,11 @@ def record(
 
 
 def fit(data: list[Recorded], refusal_weight: float = 1.0, decay: float = 1e-4) -> AcceptanceHead:
-    """Logistic regression by LBFGS in float64 with features scaled to unit variance.
+    """Fit a logistic regression by LBFGS in float64, with features scaled to unit variance.
 
-    refusal_weight: weight of refused tokens against accepted ones (SpecDec++ weighs refusals more,
-    which stops earlier); 1 is calibrated. decay: of the weights. Raises `UserError` when only one
-    outcome was recorded.
+    refusal_weight: weight of rejected tokens relative to accepted ones; 1 is calibrated, and a
+    larger weight stops drafts earlier, as in SpecDec++. decay: weight decay. Raises `UserError` if
+    only one outcome was recorded.
     """
     features = torch.cat([item.features for item in data]).double()
     accepted = torch.cat([item.accepted for item in data]).double()

@@ -1,19 +1,20 @@
-"""Adaptive draft length of chains: fewer tokens where acceptance is not likely.
+"""Adaptive draft length of chains: fewer tokens where acceptance is unlikely.
 
-Two mechanisms. Within a step every row gets a `Proposal.limit` (`Limits`): drafted tokens behind it
-are dead, neither kept nor tested. Where the host knows everything anyway (the CPU, step by step),
-the chain is cut to the longest limit before it is verified. Between steps the host chooses the next
-step's length from a few (`Lengths`), by what past steps accepted and what passes cost; one graph
-per length is captured.
+There are two mechanisms. Within a step, every row gets a `Proposal.limit` (`Limits`): drafted
+tokens beyond it are dead, neither kept nor tested. Where the host knows the limits without waiting
+(on a CPU, step by step), the chain is cut to the longest limit before it is verified. Between
+steps, the host chooses the next step's length from a few (`Lengths`), by the acceptance of past
+steps and the cost of passes. One graph per length is captured.
 
-Why no decision here biases the text. With rule match nothing can: every committed token is the
-target's pick. Rules that weigh drafts rely on a draft having been drawn from its q; whoever looks
-at the drawn token before deciding whether it is verified changes that. So level j of a row is
-decided on by what was drafted above it (the distribution it was drawn from, not what came out), and
-levels are admitted from the top on, stopping for good at the first that is not: nothing deeper
-reaches back. DSpark's appendix A gives the counterexample of a scheduler that peeks: 0.7 becomes
-0.85; `tests/inference/decoding/test_adaptive.py` holds both against the law. The next step's length
-is chosen from finished steps.
+No decision here biases the text. Under rule match every committed token is the target's pick. Rules
+that weigh drafts assume that a draft was drawn from its q; a decision to verify a token that
+depends on the token itself breaks this assumption. So the decision on level j of a row depends on
+the levels above it and on the distribution that level j was drawn from, not on the token drawn.
+Levels are admitted from the top, and admission ends at the first level that is not admitted, so
+deeper levels have no influence on higher ones. DSpark's appendix A gives the counterexample of a
+scheduler that looks at drawn tokens: 0.7 becomes 0.85;
+`tests/inference/decoding/test_adaptive.py` tests both schedulers against the exact distribution.
+The next step's length depends on finished steps only.
 
 Legend: B rows, D drafted tokens of a chain, N = D + 1 nodes, V vocabulary, F features of a level.
 """
@@ -40,7 +41,7 @@ DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """What `DecodeConfig` says about adaptive length, under the same names without `adaptive_`."""
+    """The adaptive-length settings of `DecodeConfig`, named without the prefix `adaptive_`."""
 
     mode: str = "none"
     threshold: float = 0.0
@@ -52,7 +53,7 @@ class AdaptiveSettings:
         return self.mode != "none" or bool(self.lengths)
 
     def check(self, shape: str, depth: int, rule: str) -> None:
-        """Raise `UserError` for settings that make no sense."""
+        """Raise `UserError` for invalid settings."""
         if not self.active:
             return
         if shape != "chain":
@@ -92,14 +93,16 @@ def entropies(logits: Tensor, temperature: float) -> Tensor:
 
 
 def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = True) -> Tensor:
-    """DSpark's scheduler (2607.05147): limits [B] int64 of most expected tokens per second.
+    """DSpark's scheduler (2607.05147): the limits [B] int64 with the most expected tokens per
+    second.
 
     chance [B, D]: probability that level j is accepted given that the one above it was; active [B]
-    bool; seconds [M+1]: what a verification of m tokens takes, m up to B * (D + 1). Candidates
-    (row, level) are admitted by falling probability of being reached and accepted while expected
-    tokens per second rise. early_stop: admission ends at the first that does not raise them;
-    without it, admission goes up to the best point of all, which looks back from deeper levels at
-    higher ones and biases the text of rules that weigh drafts. Only the test of that leaves it out.
+    bool; seconds [M+1]: duration of a verification of m tokens, m up to B * (D + 1). Candidates
+    (row, level) are admitted in descending probability of being reached and accepted, as long as
+    the expected tokens per second rise. early_stop: end admission at the first candidate that does
+    not raise them. Without it, admission continues to the global maximum; deeper levels then
+    influence higher ones, which biases the text of rules that weigh drafts. Only the test of this
+    bias turns it off.
     """
     rows, depth = chance.shape
     survival = (chance.float().cumprod(1) * active[:, None]).flatten()
@@ -118,7 +121,7 @@ def admit(chance: Tensor, active: Tensor, seconds: Tensor, early_stop: bool = Tr
 
 
 class Limits:
-    """Gives every row its limit; see the module. seconds [M+1]: see `admit`; throughput alone."""
+    """Sets every row's limit; see the module. seconds [M+1]: see `admit`; for throughput only."""
 
     def __init__(
         self,
@@ -136,13 +139,14 @@ class Limits:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether drafters are to keep the logits that drafts were drawn from."""
+        """Whether drafters must keep the logits that drafts were drawn from."""
         return self.settings.mode != "none"
 
     def chance(self, proposal: Proposal) -> Tensor | None:
-        """The estimate [B, D] that a level is accepted given the one above it, if there is any.
+        """The estimated probability [B, D] that a level is accepted given the one above it, or
+        None.
 
-        A trained head comes first, then the drafter's confidence, then its best probability.
+        A trained head takes precedence, then the drafter's confidence, then its best probability.
         """
         logits = None if proposal.logits is None else proposal.logits[:, :-1]
         if self.head is not None and logits is not None:
@@ -154,7 +158,7 @@ class Limits:
         return (logits.float() / (self.temperature or 1.0)).softmax(-1).amax(-1)
 
     def limit(self, proposal: Proposal, active: Tensor) -> Tensor | None:
-        """The deepest level [B] int64 worth verifying; None: no opinion."""
+        """The deepest level [B] int64 worth verifying; None: no limit."""
         mode, threshold = self.settings.mode, self.settings.threshold
         if mode == "none" or not proposal.tree.is_chain or proposal.tree.max_depth == 0:
             return None
@@ -172,7 +176,7 @@ class Limits:
         return admit(chance, active, self.seconds)
 
     def apply(self, proposal: Proposal, active: Tensor, now: bool) -> Proposal:
-        """`proposal` with its limit; now: cut the chain behind the longest of active rows."""
+        """`proposal` with its limit; now: cut the chain after the longest limit of active rows."""
         found = self.limit(proposal, active)
         if found is None:
             return proposal
@@ -198,15 +202,15 @@ class Limits:
     def observe(
         self, proposal: Proposal, accepted: Tensor, refused: Tensor, active: Tensor
     ) -> None:
-        """Record what was tested, for `head.fit`: accepted [B]; refused, active [B] bool."""
+        """Record the tested tokens for `head.fit`: accepted [B]; refused, active [B] bool."""
         if self.recorder is not None and proposal.logits is not None:
             tested = accepted + refused.to(torch.int64)
             logits = proposal.logits[:, :-1]
             self.recorder.append(head.record(logits, self.temperature, accepted, tested, active))
 
     def propose(self, drafter: Any, state: Any, noise: Any, length: int, root: Tensor) -> Proposal:
-        """A chain of `length` tokens behind `root` [B]. Drafters that draft level by level after a
-        `TreePlan` draft no more than that; of others the rest is cut off."""
+        """A chain of `length` tokens after `root` [B]. Drafters that draft level by level from a
+        `TreePlan` draft only that many; the drafts of others are cut."""
         if length == 0:
             return Proposal(root[:, None], self.chains[0])
         own = getattr(state, "plan", None)
@@ -214,7 +218,7 @@ class Limits:
             return self.cut(drafter.propose(state, noise), length)
         state.plan = self.plans[length]
         try:
-            # drafters that know all levels beforehand give all of them still
+            # drafters that compute all levels at once still return all of them
             return self._first(drafter.propose(state, noise), length)
         finally:
             state.plan = own
@@ -226,9 +230,9 @@ class Limits:
 class Lengths:
     """Chooses the next step's length by expected tokens per second, from finished steps.
 
-    Acceptance is counted per level, old passes fading (`decay` per pass). A level that was not
-    tried for long goes back to what the level above it gives, so a length that once did not pay is
-    tried again.
+    Acceptance is counted per level; old passes lose weight (`decay` per pass). The estimate of a
+    level that was not tried for a while returns to that of the level above it, so that a length
+    which once did not pay is tried again.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class Lengths:
         self.kept = [0.0] * (max(self.lengths) + 1)
 
     def observe(self, accepted: int, live: int) -> None:
-        """Book a pass of one row that tested up to `live` drafted tokens and kept `accepted`."""
+        """Count a pass of one row that tested up to `live` drafted tokens and kept `accepted`."""
         for level in range(1, len(self.tried)):
             self.tried[level] *= self.decay
             self.kept[level] *= self.decay
@@ -249,7 +253,7 @@ class Lengths:
                 self.kept[level] += level <= accepted
 
     def chances(self) -> list[float]:
-        """Estimated acceptance per level given the one above; 0.8 weighs two passes at first."""
+        """Estimated acceptance per level given the one above; the prior 0.8 weighs two passes."""
         found, before = [], 0.8
         for level in range(1, len(self.tried)):
             before = (self.kept[level] + 2 * before) / (self.tried[level] + 2)

@@ -1,1 +1,1 @@
-"""How a step runs: operation by operation, as a captured CUDA graph, or compiled."""
+"""How steps are run: operation by operation, as a captured CUDA graph, or compiled."""

@@ -1,7 +1,7 @@
-"""How steps reach an accelerator that the host runs ahead of: launched, or captured and replayed.
+"""Running steps on an accelerator while the host goes on: launched, or captured and replayed.
 
-`Accelerator` is all that `graphs.StepRunner` asks for. A test has another one, a thread that lags
-behind (tests/inference/decoding/slow_device.py).
+`graphs.StepRunner` uses only the `Accelerator` interface. A test implements it with a thread that
+lags behind (tests/inference/decoding/slow_device.py).
 
 Legend: B rows, C columns of a step's packed result.
 """
@@ -22,9 +22,9 @@ from inference.decoding.clock import BORDERS, StepClock
 class Pending:
     """The result of a launched step on its way to the host.
 
-    packed: [B, C] int64 (`StepResult.packed`); event: what the copy ends with; clock: where the
-    step's times, the last columns, are booked when it is read. The last two are None for a step
-    that is over when it returns.
+    packed: [B, C] int64 (`StepResult.packed`); event: recorded after the copy; clock: counts the
+    step's times, the last columns, when the result is read. The last two are None for a step that
+    is complete when its call returns.
     """
 
     packed: Tensor
@@ -32,7 +32,7 @@ class Pending:
     clock: StepClock | None = None
 
     def read(self) -> list[list[int]]:
-        """Wait for the copy (normally long done) and give the rows as plain numbers."""
+        """Wait for the copy (usually complete) and return the rows as plain numbers."""
         if self.event is not None:
             self.event.synchronize()
         rows = cast(list[list[int]], self.packed.tolist())
@@ -46,29 +46,30 @@ class Ring(Protocol):
     """Host buffers for the results of steps of one shape, used in turn."""
 
     def send(self, packed: Any, clock: StepClock | None) -> Pending:
-        """Start the copy of a result; the one that had this buffer before must have been read."""
+        """Start the copy of a result. The previous result in this buffer must have been read."""
 
 
 class Accelerator(Protocol):
-    """A device that works off what it is given in order, while the host goes on."""
+    """A device that runs submitted steps in order while the host goes on."""
 
     def run(self, step: Callable[[], tuple[Tensor, Any]]) -> tuple[Any, Any]:
-        """Launch a step operation by operation -> its packed result, the drafter's state."""
+        """Launch a step operation by operation; returns its packed result and the drafter's
+        state."""
 
     def wait(self) -> None:
-        """Return when everything that was given is done."""
+        """Return when all submitted work is done."""
 
     def capture(self, step: Callable[[], Tensor]) -> Callable[[], Any]:
-        """Record a step without running it; what is returned replays it and gives its packed
-        result, which the next replay overwrites. Raises `RuntimeError` where that fails."""
+        """Record a step without running it. The returned function replays it and returns its packed
+        result, which the next replay overwrites. Raises `RuntimeError` if the capture fails."""
 
     def ring(self, slots: int) -> Ring:
         """Buffers for results of one shape."""
 
 
 class CudaAccelerator:
-    """A CUDA device. Steps are launched and captured on a stream of their own; all captured steps
-    share one memory pool, since they run one after another."""
+    """A CUDA device. Steps are launched and captured on a separate stream. All captured steps share
+    one memory pool, since they run one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -131,5 +132,5 @@ class _PinnedRing:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """The accelerator whose device this is; None for one that the host waits for."""
+    """The accelerator of a device; None for a device that the host waits for."""
     return CudaAccelerator(device) if device.type == "cuda" else None

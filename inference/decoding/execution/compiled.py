@@ -1,23 +1,22 @@
 """Compiling a whole decoding step for the CPU: `decode.compile=true`.
 
-Run operation by operation, a step of a small model is Python and dispatch: thousands of calls
-around a few milliseconds of memory traffic. Here a step is traced once (`make_fx`, on the real
-tensors, so that the traced step is a real one), cut where the clock marks the end of a phase, and
-every phase is compiled by inductor into one C++ function
-(`inference.decoding.execution.inductor`). Nothing of the modelling code is left at
-run time. That works for every target and kind because a step has fixed shapes, asks the device for
-nothing, and keeps what lives from step to step in buffers that it updates in place: the buffers
-become inputs of the compiled functions, the weights constants. Verification, most of what there is
-to compile, holds no weight but the target's: steps that verify alike share it, for example those of
-one draft at several temperatures, and, where taps are shared (`Taps.share`), those of drafters that
-read other taps.
+Run operation by operation, a step of a small model is mostly Python and dispatch: thousands of
+calls around a few milliseconds of memory traffic. Here a step is traced once (`make_fx`, on the
+real tensors, so that the traced step is a real one) and cut where the clock marks the end of a
+phase. Inductor compiles every phase into one C++ function
+(`inference.decoding.execution.inductor`), and no modelling code runs after that. This works for
+every target and kind, because a step has fixed shapes, never reads a value back from the device,
+and updates its state in place in buffers. The buffers become inputs of the compiled functions, the
+weights become constants. Verification, the largest part, holds only the target's weights. Steps
+with the same verification share it, for example those of one draft at several temperatures, and, if
+taps are shared (`Taps.share`), those of drafters that read other taps.
 
-Attention in float32 reads what is committed and no more (`inference.kernels.cpu_tree_attention`),
-so one graph serves every length. In other types torch's attention runs, and how much of the cache
-it reads is a constant of a graph: there is one graph per power of two of slots, at most the
-capacity, each compiled when a row first needs it.
+Attention in float32 reads only committed slots (`inference.kernels.cpu_tree_attention`), so one
+graph serves every length. In other types torch's attention runs, and the number of slots that it
+reads is a constant of a graph. There is one graph per power of two of slots, at most the capacity,
+and each is compiled when a row first needs it.
 
-Not part of it: prefill, whose shapes change, and the host's reading of results.
+Prefill, whose shapes change, and the host's reading of results are not compiled.
 
 Legend: B rows, N nodes, D the tree's deepest level.
 """
@@ -53,12 +52,12 @@ from inference.target.kv_cache import KVCache
 SMALLEST_BOUND = 512
 """Slots of the cache that the smallest graph reads, where graphs have a bound."""
 _PARTS = {"draft": 0, "verify": 1, "other": 2, "commit": 2}
-"""Which compiled function the work before each of the clock's marks goes to."""
+"""The compiled function that the work before each of the clock's marks belongs to."""
 _spent = [0.0]
 _Known = dict[str, tuple[str, Callable[..., Any]]]
 """Compiled verifications by `layout`, each with the weights it was compiled with."""
 _verifications: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-"""Those of every target."""
+"""The compiled verifications of every target."""
 
 
 def seconds_spent() -> float:
@@ -71,9 +70,9 @@ class NotCompiledError(UserError):
 
 
 class CompiledStep:
-    """`Decoder.step` for one set of buffers, compiled; to be called in its place.
+    """`Decoder.step` for one set of buffers, compiled; call it instead.
 
-    Weights are those of the first step: after changes a new `CompiledStep` is needed.
+    It keeps the weights of the first step: changed weights need a new `CompiledStep`.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows) -> None:
@@ -100,10 +99,10 @@ class CompiledStep:
     def __call__(self, state: Any, longest: int) -> Tensor:
         """One step; returns `StepResult.packed` [B, D+6] int64. `state` is updated in place.
 
-        longest: the longest row's committed tokens or an upper bound of it. The first step of every
-        bound is traced, and what was traced is compiled; the next one waits for the C++ compiler,
-        which meanwhile runs beside this process. That time is in `seconds_spent` and not on the
-        clock. Raises `NotCompiledError` when it fails.
+        longest: the longest row's committed tokens, or an upper bound. The first step of every
+        bound is traced and its trace compiled; the C++ compiler runs in parallel with this process,
+        and the next step waits for it. This time is in `seconds_spent` and not on the clock. Raises
+        `NotCompiledError` if compiling fails.
         """
         bound = self.bound(longest)
         decoder = self._decoder
@@ -144,7 +143,7 @@ class CompiledStep:
             assert after is state, "a drafter must update its state in place to be compiled"
             results.append(result.packed())
             marks.border("commit")
-            # shared states stay outputs of the verification, whatever this drafter reads of them
+            # shared states stay outputs of the verification even if this drafter reads only some
             seen = decoder.target.taps.last
             states = () if seen is None else (seen.caught, seen.last_hidden)
             return (results[0], *states)
@@ -165,8 +164,8 @@ class CompiledStep:
 
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
-    """Let Python look for no cycles of garbage meanwhile: inductor makes millions of objects that
-    live until its end, and walking them again and again is an eighth of its time."""
+    """Turn off Python's cyclic garbage collection within the block. Inductor makes millions of
+    objects that live until its end, and scanning them repeatedly takes an eighth of its time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -178,14 +177,14 @@ def collecting_no_garbage() -> Iterator[None]:
 
 @contextmanager
 def one_fake_mode() -> Iterator[None]:
-    """Let tracing describe all values with one `FakeTensorMode`. It makes a new one for each, which
-    notes the Python stack: a third of the time of tracing 20 layers."""
+    """Make tracing describe all values with one `FakeTensorMode`. By default it makes a new one for
+    each value, which records the Python stack: a third of the time of tracing 20 layers."""
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         yield
 
 
 class _Marks:
-    """Stands in for the clock during tracing and notes to which part every operation belongs."""
+    """Replaces the clock during tracing and notes which part every operation belongs to."""
 
     def __init__(self) -> None:
         self.part: dict[str, int] = {}
@@ -200,7 +199,7 @@ class _Marks:
 
 
 def _lift_buffers(graph: GraphModule) -> list[Tensor]:
-    """Turn all tensors of the traced step but weights into inputs; returns them in order."""
+    """Turn all tensors of the traced step except weights into inputs; returns them in order."""
     nodes, inputs = graph.graph, {}
     values: list[Tensor] = []
     anchor = nodes.call_function(torch.ops.aten.scalar_tensor.default, (0,))
@@ -228,7 +227,7 @@ class _Part:
     """One phase: its traced graph and, once built, its compiled function.
 
     takes: places of its arguments among the step's values; gives: the first place of its outputs;
-    shared: compiled functions to take this one from and add it to.
+    shared: a store of compiled functions to read this one from and to add it to.
     """
 
     phase: str
@@ -250,16 +249,16 @@ class _Part:
 
 
 def _weights(graph: GraphModule) -> str:
-    """Which weights a graph reads, in its order, and in which version."""
+    """The weights that a graph reads, in its order, and their versions."""
     return repr([(w.data_ptr(), w._version, w.shape, w.dtype) for w in weights_of(graph)])
 
 
 class _Plan:
-    """A traced step's parts. Values are numbered: buffers, then what the parts hand on."""
+    """A traced step's parts. Values are numbered: buffers, then the outputs of the parts."""
 
     def __init__(self, parts: list[_Part], values: list[Any], result: int) -> None:
         self.parts, self.values, self.result = parts, values, result
-        self.ready = False  # until a step has run, with which an error of the compiler shows
+        self.ready = False  # until a step has run, as it raises the compiler's errors
 
     @classmethod
     def cut(
@@ -302,7 +301,7 @@ class _Plan:
 
     @torch.no_grad()
     def first_run(self, decoder: Decoder) -> Tensor:
-        """Wait for the C++ compiler and run one step -> its result."""
+        """Wait for the C++ compiler and run one step; returns its result."""
         for part in self.parts:
             self._run(part, decoder)
         self.ready = True
@@ -319,7 +318,7 @@ class _Plan:
     def _run(self, part: _Part, decoder: Decoder) -> None:
         if part.phase == "commit" and decoder.constrained:
             assert decoder.grammars is not None
-            decoder.grammars.fill()  # what a trace leaves out
+            decoder.grammars.fill()  # a trace does not contain it
         values = self.values
         assert part.compiled is not None
         found = part.compiled(*[values[place] for place in part.takes])
@@ -328,7 +327,7 @@ class _Plan:
 
 
 def _keep_weights(part: GraphModule, whole: GraphModule, arguments: list[Any]) -> list[Node]:
-    """Make those arguments of `part` that are weights its own parameters; returns the others."""
+    """Turn those arguments of `part` that are weights into its parameters; returns the others."""
     nodes = part.graph
     holders = list(nodes.find_nodes(op="placeholder"))
     first = next(node for node in nodes.nodes if node.op != "placeholder")
@@ -346,8 +345,8 @@ def _keep_weights(part: GraphModule, whole: GraphModule, arguments: list[Any]) -
 
 
 def _order_outputs(part: GraphModule) -> list[int]:
-    """Let a part give its values in the order in which it computes them, and not in that in which
-    they are read; returns the new place of each."""
+    """Make a part return its values in the order in which it computes them, instead of the order in
+    which they are read. Returns the new place of each."""
     given, output = part.graph.output_node().args[0], part.graph.output_node()
     if not isinstance(given, (list, tuple)):
         return [0]
@@ -359,8 +358,8 @@ def _order_outputs(part: GraphModule) -> list[int]:
 
 
 def _laid_out(part: GraphModule) -> list[Tensor]:
-    """Tensors of any content with the layouts of what a part gave in the trace: the parts behind it
-    are compiled for them, before anything runs."""
+    """Tensors with arbitrary content and the layouts of a part's outputs in the trace. The parts
+    after it are compiled for them before anything runs."""
     given = part.graph.output_node().args[0]
     nodes = cast(Sequence[Node], given if isinstance(given, (list, tuple)) else [given])
     found = [node.meta["val"] for node in nodes]

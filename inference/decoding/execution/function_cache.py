@@ -1,15 +1,15 @@
-"""Compiled functions that are kept on disk, so that a later process compiles nothing anew.
+"""Compiled functions kept on disk, so that later processes do not compile them again.
 
-Inductor has such caches, but not for functions whose weights are constants. What it makes of a
-graph is a Python module with the C++ in it, and constants: weights as the products read them. An
-entry is that module and the names of its constants, which are files of their own, named by content:
-steps that read the same weights share them. The C++ compiler's results are in inductor's own cache,
-and an entry whose results are gone is compiled there again.
+Inductor has such caches, but not for functions whose weights are constants. It turns a graph into a
+Python module that contains the C++, and constants: the weights in the order in which the products
+read them. An entry holds the module and the names of its constants. The constants are separate
+files named by content, so that steps with the same weights share them. The C++ compiler's results
+are in inductor's cache; if the results of an entry are missing there, it is compiled again.
 
-A function's key is a hash of all that it depends on: the graph, the layouts of its inputs, the
-content of its weights, the number of threads, the machine, torch, and this package's settings of
-inductor. Entries lie under inductor's folder (TORCHINDUCTOR_CACHE_DIR), which torch, too, runs code
-from; `MOST_BYTES` bounds them.
+A function's key is a hash of everything that it depends on: the graph, the layouts of its inputs,
+the content of its weights, the number of threads, the machine, torch, and this package's settings
+of inductor. Entries are stored under inductor's folder (TORCHINDUCTOR_CACHE_DIR), which torch also
+runs code from; `MOST_BYTES` bounds their size.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from inference.manifest import write_bytes
 
 logger = logging.getLogger(__name__)
 MOST_BYTES = 4 << 30
-"""All entries and constants; the entries that were used longest ago are removed first."""
+"""Most bytes of all entries and constants; the least recently used entries are removed first."""
 MOST_WEIGHTS = 1 << 30
-"""Bytes of a graph's weights; functions of larger ones are not kept."""
+"""Most bytes of a graph's weights; functions with more are not kept."""
 CALLING = "def _wrap_func("
-"""Where the part of a module begins that calls its C++."""
+"""The beginning of the part of a module that calls its C++."""
 Function = Callable[..., Any]
 _Address = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
@@ -54,8 +54,8 @@ _constants: WeakValueDictionary[Any, Tensor] = WeakValueDictionary()
 
 
 def layout(graph: GraphModule, arguments: Sequence[Tensor]) -> str:
-    """What a compiled graph depends on beside its weights: operations, whatever tracing has called
-    their values, and layout of inputs."""
+    """What a compiled graph depends on besides its weights, as text: the operations, independent of
+    the names that tracing gave their values, and the layouts of the inputs."""
     number = {node: place for place, node in enumerate(graph.graph.nodes)}
 
     def plain(value: Any) -> Any:
@@ -75,7 +75,7 @@ def weights_of(graph: GraphModule) -> list[Tensor]:
 
 
 def key_of(graph: GraphModule, arguments: Sequence[Tensor], settings: str) -> str:
-    """The key of a function; empty for one that is not kept. settings: how inductor is set up."""
+    """The key of a function; empty if it is not kept. settings: the settings of inductor."""
     weights = weights_of(graph)
     if not all(map(_is_plain, weights)):
         return ""
@@ -92,12 +92,12 @@ def key_of(graph: GraphModule, arguments: Sequence[Tensor], settings: str) -> st
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor whose numbers can be written and read."""
+    """Whether a value is a tensor whose elements can be written and read."""
     return type(value) in (Tensor, nn.Parameter) and not value.is_mkldnn
 
 
 def raw(tensor: Tensor) -> bytes:
-    """The memory that a tensor shows, from its first number to its last."""
+    """The memory of a tensor, from its first element to its last."""
     extent = _extent(tensor.shape, tensor.stride())
     with _disable_current_modes():
         memory = tensor.detach().as_strided((extent,), (1,))
@@ -105,14 +105,14 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Numbers between the first one that a tensor shows and the last one, both included."""
+    """Elements of memory from a tensor's first element to its last, both included."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def shared(data: Tensor) -> Tensor:
-    """The first living constant with this one's content and layout; this one if there is none."""
+    """The first live constant with this one's content and layout, or this one."""
     if type(data) is not Tensor or data.is_mkldnn or not data.is_contiguous():
         return data
     name = hashlib.sha256(raw(data)).hexdigest(), (*data.shape,), data.stride(), data.dtype
@@ -124,8 +124,8 @@ def shared(data: Tensor) -> Tensor:
 
 @dataclass
 class Made:
-    """What inductor makes of a graph: how many modules, the last one's code and constants, and for
-    which inputs it was called and what it gave, once it was."""
+    """What inductor makes of a graph: the number of modules, the code and constants of the last
+    one, and the inputs and results of its first call."""
 
     modules: int = 0
     code: str = ""
@@ -166,7 +166,7 @@ def recording() -> Iterator[Made]:
             made.watch(module)
         return module
 
-    # What is noted is where a constant lies in memory, so that no process finds the C++ of another.
+    # The note is a constant's address in memory; with it no process would find another one's C++.
     setattr(CppWrapperCpu, "write_constant", lambda *_: None)  # noqa: B010
     setattr(codecache.PyCodeCache, "load_by_key_path", load_and_keep)  # noqa: B010
     try:
@@ -177,8 +177,8 @@ def recording() -> Iterator[Made]:
 
 
 def keeping(function: Function, made: Made, key: str) -> Function:
-    """`function`, kept under `key` with its first call: until then the C++ compiler may run, and
-    what comes between its arguments and the module's is not known."""
+    """`function`, kept under `key` after its first call. Until then the C++ compiler may still run,
+    and the mapping of its arguments to the module's is not known."""
     if not key or made.modules != 1:
         return function
     kept = False
@@ -197,7 +197,7 @@ def keeping(function: Function, made: Made, key: str) -> Function:
 
 
 def _keep(key: str, made: Made, given: list[_Address], results: Any) -> None:
-    """Write a function after its first call, if it can be and the disk takes it."""
+    """Write a function after its first call, if it can be kept and the disk has room."""
     entry = _entry(made, given, results)
     if entry is None:
         return
@@ -208,8 +208,8 @@ def _keep(key: str, made: Made, given: list[_Address], results: Any) -> None:
 
 
 def _read(code: str) -> set[str]:
-    """The names that a module's call reads. What a graph is given and does not read, such as a
-    weight packed for a library whose product was not taken, is none of its constants."""
+    """The names that a module's call reads. Inputs that a graph does not read, such as a weight
+    packed for a library product that was not chosen, are not among its constants."""
     calling = code.partition(CALLING)[2].partition("\ndef ")[0]
     return {*re.findall(r"\w+", calling)}
 
@@ -219,8 +219,8 @@ def _address(tensor: Tensor) -> _Address:
 
 
 def _entry(made: Made, given: list[_Address], results: Any) -> dict[str, Any] | None:
-    """What is written of a function; None where something other than an order lies between its
-    arguments and results and those of its module."""
+    """The content of a function's entry. None if its module takes other arguments than the
+    function's, or the function returns other results than its module's."""
     single = isinstance(results, Tensor)
     outer = [_address(each) for each in ([results] if single else results)]
     if CALLING not in made.code or not all(map(_is_plain, made.constants.values())):
@@ -239,14 +239,14 @@ def _entry(made: Made, given: list[_Address], results: Any) -> dict[str, Any] | 
 
 
 def folder() -> Path:
-    """Where entries lie."""
+    """The folder of all entries."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir()) / "headstart"
 
 
 def _store(key: str, entry: dict[str, Any], constants: dict[str, Tensor]) -> None:
-    """Write an entry, its constants first, and make room."""
+    """Write an entry, its constants first, and remove old entries if needed."""
     described = {}
     for name, constant in constants.items():
         content = raw(constant)
@@ -263,7 +263,7 @@ def _store(key: str, entry: dict[str, Any], constants: dict[str, Tensor]) -> Non
 
 
 def load(key: str) -> Function | None:
-    """The function that is kept under `key`; None where there is none, or not all of it."""
+    """The function kept under `key`; None if there is none or it is incomplete."""
     from torch._inductor.codecache import PyCodeCache
 
     if not key:
@@ -291,8 +291,8 @@ def load(key: str) -> Function | None:
 
 
 def _constant(facts: dict[str, Any]) -> Tensor | None:
-    """A constant that was kept; None when it is not what was written: its file is removed, so that
-    the next entry that has it writes it again."""
+    """A constant from disk; None if its content has changed. Its file is then removed, so that the
+    next entry with this constant writes it again."""
     shape, stride = (*facts["shape"],), (*facts["stride"],)
     dtype = getattr(torch, facts["dtype"])
     name = facts["sha256"], shape, stride, dtype
@@ -311,8 +311,8 @@ def _constant(facts: dict[str, Any]) -> Tensor | None:
 
 
 def make_room(most: int = MOST_BYTES) -> None:
-    """Remove the entries that were used longest ago until all take `most` bytes, and constants that
-    no entry names; nothing as long as all fits."""
+    """If all entries and constants exceed `most` bytes, remove the least recently used entries
+    until the rest fits, and the constants that no entry names."""
     entries, sizes = sorted(folder().glob("*.json"), key=_used), dict[str, int]()
     for file in folder().glob("*.bin"):
         sizes[file.stem] = _size(file)

@@ -1,16 +1,16 @@
 """How steps are run: operation by operation, or captured as a graph and replayed.
 
-The host never waits for the step it has just launched. Each step ends with one copy of its result
-into a buffer of a ring; the host reads it one or two steps later, when the copy is long done. Rows
-that ended meanwhile commit nothing, so steps that turn out to be one too many change nothing.
+The host never waits for the step that it has just launched. Each step ends with one copy of its
+result into a buffer of a ring; the host reads it one or two steps later, when the copy is usually
+complete. Rows that ended in the meantime commit nothing, so superfluous steps change nothing.
 
-Capturing. The first steps of a batch are launched one operation at a time (they are real steps:
-nothing is thrown away); then one step is captured and replayed from there on. Everything a step
-reads or writes lives in `Lanes` and is updated in place. Where capturing fails, steps are launched
-as before, and a warning says why. A graph reads the tensors that were there when it was captured:
-whatever a step reads has to stay in the same memory for all prompts. On the CPU
-`tests/inference/decoding/test_captured.py` replays a traced step in a graph's place, and
-`test_clock.py` beside it runs steps on a device that lags behind.
+Capturing. The first steps of a batch are launched one operation at a time (they are real steps, and
+their results count). Then one step is captured and replayed from then on. Everything that a step
+reads or writes is in `Lanes` and is updated in place. If capturing fails, steps are launched as
+before, and a warning gives the reason. A graph reads the tensors that existed when it was captured,
+so everything that a step reads must keep its memory for all prompts. On the CPU
+`tests/inference/decoding/test_captured.py` replays a traced step instead of a graph, and
+`test_clock.py` in the same folder runs steps on a device that lags behind.
 
 Legend: B rows, D the tree's deepest level.
 """
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class StepRunner:
     """Runs the steps of one `Lanes`.
 
-    beside: a runner of the same lanes, whose accelerator is shared.
+    beside: a runner of the same lanes; both share its accelerator.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class StepRunner:
     def step(
         self, state: Any, longest: int, exact: bool = True, length: int | None = None
     ) -> tuple[Pending, Any]:
-        """Launch a step -> its pending result and the drafter's state; see `Decoder.step`."""
+        """Launch a step; returns its pending result and the drafter's state. See
+        `Decoder.step`."""
         self.decoder.clock.passes += 1
         if self.compiled is not None:
             return Pending(self.compiled(state, longest)), state
@@ -86,7 +87,7 @@ class StepRunner:
     def _launch(
         self, accelerator: Accelerator, state: Any, length: int | None
     ) -> tuple[Pending, Any]:
-        """A step of `length` on its way: captured where that is due, replayed where it was."""
+        """Launch a step of `length`: capture it if that is due, replay it if it was captured."""
         constrained = self.decoder.constrained
         key = length, self.decoder.noise.mode, constrained, self.decoder.wishes.key
         if key not in self.variants:
@@ -113,14 +114,14 @@ class StepRunner:
     def _capture(
         self, accelerator: Accelerator, step: Callable[[], tuple[Tensor, Any]], state: Any
     ) -> Callable[[], Any] | None:
-        """A step's replay, or None where it cannot be captured: then none is from now on."""
+        """The replay of a step; None, also for all later steps, if it cannot be captured."""
 
         def in_place() -> Tensor:
             packed, after = step()
             assert after is state, "a drafter must update its state in place to be captured"
             return packed
 
-        accelerator.wait()  # steps under way are none of the time that is excused
+        accelerator.wait()  # steps under way are not part of the excused time
         begin = time.perf_counter()
         try:
             return accelerator.capture(in_place)
@@ -140,7 +141,7 @@ class StepRunner:
 @dataclass
 class _Variant:
     """Steps of one draft length and mode of the noise: how many were launched operation by
-    operation, and what replays one."""
+    operation, and the function that replays one."""
 
     ring: Ring
     launched: int = 0

@@ -1,9 +1,9 @@
-"""One traced graph compiled by inductor for the CPU, with settings and replacements that suit steps
+"""Compiles one traced graph by inductor for the CPU, with settings and replacements that suit steps
 of a few rows.
 
-What is replaced in inductor is replaced while `compile_graph` runs and put back behind it: the
+`compile_graph` replaces parts of inductor while it runs and restores them afterwards: the matrix
 products and their blocks, how often templates are parsed, when the C++ compiler is waited for, and
-how many copies of a packed weight there are.
+how many copies of a packed weight exist.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from inference.kernels.cpp_operations import in_cpp
 OPTIONS: dict[str, Any] = {
     "freezing": True,  # weights are constants
     "cpp_wrapper": True,  # the calls between kernels are C++ too
-    # and are compiled apart from the kernels, with less optimisation: as fast, 0.7 of the time
+    # compiled separately from the kernels with less optimisation: as fast, in 0.7 of the time
     "cpp_wrapper_build_separate": True,
-    "max_autotune": True,  # with its own matrix products besides the libraries', see `_prefer_own`
+    "max_autotune": True,  # offer generated matrix products as well, see `_prefer_own`
     "max_autotune_gemm_backends": "CPP,ATEN",
-    "cpp.enable_concat_linear": True,  # layers that read the same input are one product
-    # Elements for a thread: with inductor's own 512, norms of a few rows of a small model are
-    # divided among threads, whose meeting takes longer (3 rows of 20 layers of width 256: 2.38 and
-    # 2.26 ms).
+    "cpp.enable_concat_linear": True,  # layers that read the same input become one product
+    # Elements per thread: with inductor's default 512, norms of a few rows of a small model are
+    # divided among threads, and synchronizing them takes longer (3 rows of 20 layers of width 256:
+    # 2.38 ms with 512, 2.26 ms with this).
     "cpp.min_chunk_size": 8192,
 }
 """Inductor's settings."""
 PREFETCH_BYTES = 4096
-"""How far ahead the weight is fetched: of 0.5, 1, 2, 4 kB the best."""
+"""How far ahead weights are fetched: the best of 0.5, 1, 2 and 4 kB."""
 BLOCKS = [(4, 32, 1), (5, 32, 1), (6, 32, 1)]
 """Rows and columns of a product that are computed together with AVX-512, and the step along the
-inner dimension. Inductor's own 8 x 32 needs 16 sums, which GCC does not keep in registers: on two
-cores of an EPYC, 10 rows through 14 MB of weights take 0.89 ms with it and 0.46 ms with 5 x 32 from
-the cache, 1.16 and 0.97 ms from memory (1 row: 0.20 and 0.73 ms). A number of rows that divides
-those of the batch is chosen, else the largest."""
+inner dimension. Inductor's 8 x 32 needs 16 sums, which GCC does not keep in registers. On two cores
+of an EPYC, 10 rows through 14 MB of weights take 0.89 ms with it and 0.46 ms with 5 x 32 from the
+cache, 1.16 and 0.97 ms from memory (1 row: 0.20 and 0.73 ms). The number of rows is one that
+divides the batch's, or else the largest."""
 _LOADED = "B + k * ldb + col * VLEN"
 _PARTS_OF = {
     torch.ops.aten.select.int,
@@ -56,15 +56,15 @@ _PARTS_OF = {
     torch.ops.aten.view.default,
     operator.getitem,
 }
-"""Operations that show a tensor, or a part of it, without a copy."""
+"""Operations that return a view of a tensor or of a part of it."""
 
 
 def compile_graph(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph for arguments of these shapes, layouts and types; weights are constants. What
-    an earlier process compiled is taken from disk (`function_cache`).
+    """Compile a graph for arguments of these shapes, layouts and types; weights are constants. If
+    an earlier process compiled it, the result is read from disk (`function_cache`).
 
-    The C++ compiler may still run at the end: its errors (RuntimeError, OSError) are raised by the
-    first call of the result.
+    The C++ compiler may still run at the end: the first call of the result raises its errors
+    (RuntimeError, OSError).
     """
     key = function_cache.key_of(graph, arguments, settings())
     with set_up():
@@ -75,14 +75,14 @@ def compile_graph(graph: GraphModule, arguments: list[Tensor]) -> Callable[..., 
 
         _copy_parts_of_weights(graph)
         for node in graph.graph.nodes:
-            node.meta.pop("val", None)  # inductor makes its own, for all inputs alike
+            node.meta.pop("val", None)  # inductor makes new ones, consistent for all inputs
         with function_cache.recording() as made:
             function = cast(Callable[..., Any], compile_fx(graph, arguments))
     return function_cache.keeping(function, made, key)
 
 
 def settings() -> str:
-    """All that is set or replaced in inductor, as text."""
+    """Everything that is set or replaced in inductor, as text."""
     import torch._inductor.config as inductor_config  # seconds to import
 
     return repr((Path(__file__).read_text("utf-8"), inductor_config.cpp.cxx))
@@ -90,8 +90,8 @@ def settings() -> str:
 
 @contextmanager
 def set_up() -> Iterator[None]:
-    """Set inductor up as its graphs are compiled here."""
-    # seconds to import: only for those who compile
+    """Set up inductor for compiling graphs within the block."""
+    # takes seconds to import, so only when something is compiled
     import torch._inductor.config as inductor_config
     from torch._inductor.select_algorithm import get_algorithm_selector_cache
 
@@ -114,10 +114,10 @@ def set_up() -> Iterator[None]:
 
 
 def _copy_parts_of_weights(graph: GraphModule) -> None:
-    """Put copies in place of parts of weights.
+    """Replace views of parts of weights with copies.
 
-    Inductor packs a weight for a product of its own from the beginning of the storage, whatever
-    part of it a view shows (torch 2.13): the product of a second head would be that of the first.
+    For its generated products, inductor packs a weight from the beginning of its storage, even if a
+    view shows a later part (torch 2.13): the product of a second head would be that of the first.
     """
     nodes = graph.graph
     shown: dict[Node, Any] = {}
@@ -128,7 +128,7 @@ def _copy_parts_of_weights(graph: GraphModule) -> None:
             shown[node] = node.target(shown[node.args[0]], *node.args[1:], **node.kwargs)
     for node, part in shown.items():
         if node.op == "get_attr" or all(user in shown for user in node.users):
-            continue  # read through its parts alone
+            continue  # read only through its parts
         name = f"part_{node.name}"
         graph.register_parameter(name, nn.Parameter(part.clone(), requires_grad=False))
         with nodes.inserting_before(node):
@@ -138,9 +138,10 @@ def _copy_parts_of_weights(graph: GraphModule) -> None:
 
 
 def _prefer_own(choices: list[Any]) -> list[Any]:
-    """The generated product with packed weights where there is one, else the library's.
+    """The generated product with packed weights if there is one, else the library's.
 
-    Inductor would time them, which depends on the machine's load; for few rows it wins.
+    Inductor would time them, which depends on the machine's load; for few rows the generated
+    product is faster.
     """
     from torch._inductor.codegen.cpp_template_kernel import CppTemplateCaller
 
@@ -150,11 +151,11 @@ def _prefer_own(choices: list[Any]) -> list[Any]:
 
 @contextmanager
 def wrapping_integers() -> Iterator[None]:
-    """Let integers wrap in C++ as they do in torch.
+    """Make integers wrap in C++ as they do in torch.
 
-    Inductor writes sums and products as those of signed C++ integers, which must not overflow
-    (torch 2.13). GCC trusts that: behind `high + constant` with a `high` that cannot be negative it
-    drops the mask of a shift, and the noise of `inference.kernels.reference.noise` is another one.
+    Inductor writes sums and products of signed C++ integers, which must not overflow (torch 2.13).
+    GCC relies on that: after `high + constant`, where `high` cannot be negative, it drops the mask
+    of a shift, and the noise of `inference.kernels.reference.noise` becomes different.
     """
     from torch._inductor import cpp_builder
 
@@ -168,11 +169,11 @@ def wrapping_integers() -> Iterator[None]:
 
 @contextmanager
 def prefetching() -> Iterator[bool]:
-    """Let generated products fetch the weight ahead; yields whether that is possible.
+    """Make generated products prefetch the weight; yields whether that is possible.
 
-    Multiplying several rows keeps a core too busy to run ahead of its loads far enough. On one core
-    of a Xeon, 5 rows through the 18 MB of an 8-layer model's weights take 2.95 ms without and 2.16
-    ms with it (1 row: 2.08 ms, which is what reading them takes).
+    When it multiplies several rows, a core does not issue its loads far enough ahead. On one core
+    of a Xeon, 5 rows through the 18 MB of an 8-layer model's weights take 2.95 ms without
+    prefetching and 2.16 ms with it (1 row: 2.08 ms, the time of reading the weights).
     """
     import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
     from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec
@@ -189,7 +190,7 @@ def prefetching() -> Iterator[bool]:
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Let generated products compute `BLOCKS` at a time."""
+    """Make generated products compute `BLOCKS` at a time."""
     import torch._inductor.compile_fx
     from torch._inductor.codegen.cpp_micro_gemm import (
         CppMicroGemmFP32Vec,
@@ -215,8 +216,8 @@ def small_blocks() -> Iterator[None]:
 
 @contextmanager
 def parsing_templates_once() -> Iterator[None]:
-    """Let inductor parse each of its templates once, and each expression in them. It parses them
-    anew for every matrix product, which is a quarter of its time for a model of 24 layers."""
+    """Make inductor parse each template, and each expression in it, only once. By default it parses
+    them for every matrix product, a quarter of its time for a model of 24 layers."""
     import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
     from torch._inductor.codegen import cpp_template_kernel
     from torch._inductor.codegen.common import KernelTemplate
@@ -234,11 +235,11 @@ def parsing_templates_once() -> Iterator[None]:
 
 @contextmanager
 def compiling_aside() -> Iterator[None]:
-    """Let the C++ compiler run while inductor goes on: a function is waited for when it is first
-    called. The wrapper and the kernels of a function are compiled at the same time.
+    """Run the C++ compiler while inductor goes on; the first call of a function waits for it. The
+    wrapper and the kernels of a function are compiled at the same time.
 
-    Inductor writes C++ in one thread, and the compiler, a process of its own, takes as long again.
-    An error of the compiler is raised by that first call.
+    Inductor writes C++ in one thread, and the compiler, a separate process, takes as long again.
+    The first call also raises the compiler's errors.
     """
     import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
     from torch._inductor import codecache
@@ -270,16 +271,17 @@ def compiling_aside() -> Iterator[None]:
 
 @functools.cache
 def _compilers(process: int) -> ThreadPoolExecutor:
-    """Threads of this process that wait for the C++ compiler; a fork has none of its parent's."""
+    """Threads of this process that wait for the C++ compiler; a fork does not inherit them."""
     return ThreadPoolExecutor(2, thread_name_prefix="headstart-cpp")
 
 
 @contextmanager
 def sharing_constants() -> Iterator[None]:
-    """Let compiled functions that pack the same weights alike keep one copy of them.
+    """Make compiled functions that pack the same weights in the same way share one copy.
 
-    Every graph packs its weights anew, so that the steps of several drafts would each hold and read
-    a target of their own: memory, and a cache that none of them finds warm.
+    Every graph packs its weights again, so the steps of several drafts would each hold and read a
+    separate copy of the target. This would cost memory, and the processor's cache would never hold
+    the weights of the next step.
     """
     import torch._inductor.compile_fx  # noqa: F401  first: its modules import each other
     from torch._inductor.graph import GraphLowering

@@ -1,17 +1,17 @@
 """A target's layers compiled for verification: `decode.compile=true` on a GPU.
 
-What stands before and behind a layer's attention (norms, projections, rotation, MLP) is some forty
-small operations; compiled they are a few. One compiled layer serves all: the layer is handed no
-cache, and writing keys and values and attending is one opaque operation that finds its layer at run
-time (`inference.target.attention.attend_in_cache`). Prefill keeps the plain layers, since its
-shapes change with every prompt; taps stay outside, their hooks belong to the layers' calls.
+The parts of a layer before and after its attention (norms, projections, rotation, MLP) are about
+forty small operations; compiled, they are a few. One compiled layer serves all layers: it gets no
+cache, and one opaque operation, which finds its layer at run time, writes keys and values and
+attends (`inference.target.attention.attend_in_cache`). Prefill keeps the plain layers, since its
+shapes change with every prompt. Taps are not compiled, as their hooks belong to the layers' calls.
 
-Projections of the same states are merged before (`inference.target.merged`), and halves that rotary
-embeddings put together are computed where they are used.
+Projections of the same states are merged first (`inference.target.merged`). The halves that rotary
+embeddings concatenate are computed where they are used.
 
-Whether a family's layers are the same without a cache in their hands is tried before they are
-compiled: a verification whose layers are traced so has to give the logits of a plain one, bit for
-bit. Layers with recurrent states, indexers, or keys of another layer are left as they are.
+Before compiling, a trial checks that a family's layers compute the same without a cache as an
+argument: a verification with layers traced in this way must give the logits of a plain one, bit for
+bit. Layers with recurrent states, indexers, or keys of another layer are not compiled.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 def compile_layers(target: TargetModel, backend: str = "inductor") -> bool:
     """Compile every decoder layer for verification, once; equal layers share a graph. Returns
-    whether they are compiled; a warning says why not. Caches say who runs through them
-    (`SlotWriter.compiled`): another engine of the same target need not. backend: of
-    `torch.compile`."""
+    whether they are compiled; if not, a warning gives the reason. A cache selects whether it runs
+    through compiled layers (`SlotWriter.compiled`), so another engine of the same target need not.
+    backend: of `torch.compile`."""
     if target.compiled_attention is not None:
         return bool(target.compiled_attention)
     modules, reason = _attention_modules(target), "not every layer is one attention over the cache"
@@ -61,14 +61,14 @@ def compile_layers(target: TargetModel, backend: str = "inductor") -> bool:
 
 
 def _attention_modules(target: TargetModel) -> dict[int, nn.Module] | None:
-    """The attention module of every layer by its number, None where a layer has another sort of
-    mixing, or not one number of its own."""
+    """The attention module of every layer by its number. None if a layer has another kind of mixer,
+    or not exactly one module with its number."""
     found: dict[int, nn.Module] = {}
     for number, layer in enumerate(target.taps.layers):
         modules = list(layer.modules())
         if target.indexed or any(map(is_mixer, modules)) or "forward" in layer.__dict__:
             return None
-        # the first is the layer itself, which has the number too in some families
+        # the first is the layer itself, which also has the number in some families
         own = [module for module in modules[1:] if getattr(module, "layer_idx", None) == number]
         if len(own) != 1:
             return None
@@ -77,7 +77,8 @@ def _attention_modules(target: TargetModel) -> dict[int, nn.Module] | None:
 
 
 def _difference(target: TargetModel) -> str:
-    """Why verifying through layers without a cache is not what it is with one; empty if it is."""
+    """Why verifying through layers without a cache differs from verifying with one; empty if it
+    does not."""
     plain = _verified(target, compiled=False)
     try:
         with _given(target, "eager"):
@@ -89,7 +90,7 @@ def _difference(target: TargetModel) -> str:
 
 
 def _verified(target: TargetModel, compiled: bool) -> Tensor:
-    """Logits [1, N, V] of a small tree behind a small prompt, as decoding verifies it."""
+    """Logits [1, N, V] of a small tree after a small prompt, as decoding verifies it."""
     device = target.device
     tokens = torch.arange(1, 8, device=device)[None] % target.info.vocab_size
     tree = TokenTree.from_parents(torch.tensor([[0, 0, 0]], device=device), 1)
@@ -112,7 +113,7 @@ def _given(target: TargetModel, backend: str) -> Iterator[None]:
 
 
 def _give(target: TargetModel, backend: str) -> None:
-    # hasattr: its name of earlier versions of torch
+    # hasattr: earlier versions of torch use the other name
     limit = (
         "recompile_limit"
         if hasattr(torch._dynamo.config, "recompile_limit")

@@ -1,9 +1,9 @@
 """Acceptance: which drafted nodes are the target's own picks.
 
-The `match` rule: a node is accepted when its parent was accepted and its token is what the target
-picked at the parent. The text is then the target's picks along one path, whatever the drafter
-proposed, so it equals decoding without a drafter with the same noise. Everything here has fixed
-shapes and needs no host synchronisation.
+The `match` rule: a node is accepted if its parent is accepted and its token is the target's pick at
+the parent. The text is then the target's picks along one path, independent of the drafter, so it
+equals decoding without a drafter with the same noise. Everything here has fixed shapes and needs no
+host synchronisation.
 
 Legend: B rows, N nodes, D the tree's deepest level.
 """
@@ -23,9 +23,9 @@ from heads.api.tree import TokenTree
 class Walk:
     """The accepted path of every row. Entries beyond `accepted` repeat the root (node 0).
 
-    path [B, D+1] int64 node numbers (root first), accepted [B] int64 drafted tokens accepted,
-    has_children [B] bool whether drafted tokens were tested at the last node of the path (then one
-    of them was refused).
+    path [B, D+1] int64: node numbers (root first); accepted [B] int64: drafted tokens accepted;
+    has_children [B] bool: whether drafted tokens were tested at the last node of the path (one of
+    them was then rejected).
     """
 
     path: Tensor
@@ -34,9 +34,10 @@ class Walk:
 
 
 def leading(good: Tensor) -> Tensor:
-    """How many levels [B] int64 of good [B, D] bool come before the first that is not.
+    """How many levels [B] int64 of good [B, D] bool come before the first bad one.
 
-    A smallest place, not a product: compiled for a CPU it is part of the kernel around it.
+    It is computed as a minimum, not a product: compiled for a CPU, it becomes part of the kernel
+    around it.
     """
     levels = good.shape[1]
     ends = torch.where(good, levels, torch.arange(levels, device=good.device))
@@ -58,7 +59,7 @@ def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     # [B, N]: every node on the way from the root matched
     reached = (matched[:, None, :] | ~tree.ancestors).all(-1)
     depth = torch.where(reached, tree.depth, -1)
-    # duplicates among siblings: the first one wins, its subtree is the one that is walked
+    # of duplicates among siblings, the first one is walked
     last = depth.argmax(1)
     accepted = depth.gather(1, last[:, None])[:, 0]
     ancestors = tree.ancestors.expand(rows, -1, -1)

@@ -1,8 +1,8 @@
 """The contract of acceptance rules.
 
-A rule sees the drafted tree and the target's logits at every node and decides which path is kept
-and which token follows it. It has fixed shapes and asks the device for nothing, so that it can be
-captured with the step around it.
+A rule gets the drafted tree and the target's logits at every node, and decides which path is kept
+and which token follows it. It has fixed shapes and never reads a value back from the device, so
+that it can be captured as part of a step.
 
 Legend: B rows, N nodes, D the tree's deepest level, V vocabulary.
 """
@@ -26,8 +26,8 @@ class Verdict:
     path [B, D+1] int64: nodes of the kept path, root first; entries beyond it repeat the root.
     accepted [B] int64: drafted tokens on it. refused [B] bool: drafted tokens were tested at its
     last node and none was kept. tokens [B, D+1] int64: entry i is the token committed after path
-    node i, so entry `accepted` is the bonus (or the token drawn in place of a refused one); later
-    entries mean nothing.
+    node i, so entry `accepted` is the bonus (or the token drawn in place of a rejected one); later
+    entries are meaningless.
     """
 
     path: Tensor
@@ -37,20 +37,22 @@ class Verdict:
 
 
 def without_dead(proposal: Proposal) -> Tensor:
-    """The drafted tokens [B, N], -1 (which no target picks) at nodes behind `Proposal.limit`."""
+    """The drafted tokens [B, N], with -1 (never a target's pick) beyond `Proposal.limit`."""
     if proposal.limit is None:
         return proposal.tokens
     return torch.where(proposal.tree.depth <= proposal.limit[:, None], proposal.tokens, -1)
 
 
 def tested(refused: Tensor, accepted: Tensor, proposal: Proposal) -> Tensor:
-    """`refused` [B] bool without rows whose path ended where nothing was left to test."""
+    """`refused` [B] bool without the rows whose path ended at the limit: nothing was tested
+    there."""
     return refused if proposal.limit is None else refused & (accepted < proposal.limit)
 
 
 @dataclass(frozen=True)
 class RuleOptions:
-    """The settings of all rules. share_noise: `match` alone; epsilon, delta: `typical` alone."""
+    """The settings of all rules. share_noise: only for `match`; epsilon, delta: only for
+    `typical`."""
 
     share_noise: bool = True
     epsilon: float = 0.09
@@ -58,10 +60,10 @@ class RuleOptions:
 
 
 class Rule(Protocol):
-    """One acceptance rule. Its module offers `make(shape, options) -> Rule`, shape being what
-    drafters fill, on the decoding device; `inference.decoding.rules.names` has its promise.
+    """One acceptance rule. Its module has a function `make(shape, options) -> Rule`, where shape is
+    what drafters fill, on the decoding device. `inference.decoding.rules.names` has its promise.
 
-    drafts: the stream that drafts are drawn with, if any. keeps_logits, separate: of `Noise`.
+    drafts: the stream that drafts are drawn with, if any. keeps_logits, separate: see `Noise`.
     """
 
     name: ClassVar[str]
@@ -72,6 +74,6 @@ class Rule(Protocol):
     def judge(
         self, proposal: Proposal, logits: Tensor, positions: Tensor, noise: SharedNoise
     ) -> Verdict:
-        """Decide. logits [B, N, V] of the target (processors applied, not yet tempered), positions
-        [B, N] of the nodes: the token after node i stands at positions + 1."""
+        """Decide what is kept. logits [B, N, V] of the target (processors applied, not yet
+        tempered); positions [B, N] of the nodes: the token after a node is at its position + 1."""
         ...

@@ -1,22 +1,21 @@
-"""Block verification of chains (Sun et al., 2403.10444): the drafts are weighed together, which
-keeps more of them than rejection sampling does on average, never fewer, and is the best any rule
-for chains can do.
+"""Block verification of chains (Sun et al., 2403.10444): the drafts are weighed together.
 
-With x_1..x_D the drafts, p and q the distributions behind i drafts, and s_0 = 1:
+On average this keeps more drafts than rejection sampling, never fewer, and is optimal among rules
+for chains. With x_1..x_D the drafts, p and q the distributions after i drafts, and s_0 = 1:
 
     s_i = min(1, s_{i-1} p(x_i) / q(x_i))                how much of the drafts' mass the target
                                                          grants
-    S_i = sum_x max(s_i p(x) - q(x), 0)                  what the target has left behind them
+    S_i = sum_x max(s_i p(x) - q(x), 0)                  what is left of the target after them
     h_i = S_i / (S_i + 1 - s_i) for i < D,  h_D = s_D
 
-Each length i passes with probability h_i on its own; the longest one that passes is kept, and the
-next token is drawn from max(s_i p - q, 0), or from p behind the last draft.
+Each length i passes independently with probability h_i. The longest length that passes is kept, and
+the next token is drawn from max(s_i p - q, 0), or from p after the last draft.
 
-Here the rule may stop at i because of drafts behind i. Their noise must not be used again: see
+The rule may stop at i because of drafts after i. Their noise must not be used again; see
 `inference.decoding.sampling.noise`.
 
-Certain drafts: `match` keeps a run of them with the probability that the target says it, and no
-rule can keep it more often; so they, and temperature 0, are left to `match`.
+Certain drafts: `match` keeps a run of them with its probability under the target, and no rule can
+keep it more often. So `match` judges certain drafts, and all drafts at temperature 0.
 
 Legend: B rows, N nodes, D = N - 1 drafted tokens, V vocabulary.
 """
@@ -61,7 +60,7 @@ def chances(chain: Chain, shares: Tensor) -> Tensor:
     share = shares[:, 1:]
     left = (share[..., None] * chain.p[:, 1:] - chain.q[:, 1:]).clamp(min=0).sum(-1)
     whole = left + (1 - share)
-    # 0 / 0 is s = 1 with p = q: nothing speaks against the draft
+    # 0 / 0 means s = 1 and p = q: the draft is kept
     inner = torch.where(whole > 0, left / torch.where(whole > 0, whole, 1.0), 1.0)
     return torch.cat([inner[:, :-1], share[:, -1:]], 1)
 

@@ -1,7 +1,7 @@
-"""The `match` rule: a node is kept when it is what the target picks at its parent.
+"""The `match` rule: a node is kept if it is the target's pick at its parent.
 
-The text is then the target's picks along one path, whatever was drafted: token-identical to
-decoding without a drafter with the same seed, at any temperature.
+The text is then the target's picks along one path, independent of the draft. It is identical, token
+by token, to decoding without a drafter with the same seed, at any temperature.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Match:
 
 
 def follow(picks: Tensor, proposal: Proposal) -> Verdict:
-    """The longest path of `proposal` along what the target picks [B, N] at its nodes."""
+    """The longest path of `proposal` along the target's picks [B, N] at its nodes."""
     found = ACCEPT_WALK(without_dead(proposal), picks, proposal.tree)
     # accepted drafts ARE the picks before them
     tokens = picks if proposal.tree.is_chain else picks.gather(1, found.path)

@@ -1,4 +1,5 @@
-"""The rules' names and promises about the text, free of torch, for code that prints reports."""
+"""The rules' names and promises about the text. It does not import torch, for code that prints
+reports."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ PROMISES = {
     "traversal": DISTRIBUTION,
     "typical": LOSSY,
 }
-"""Above temperature 0: the target's text for the seed, its distribution, or neither."""
+"""What a rule keeps above temperature 0: the target's text for the seed, its distribution, or
+neither."""
 RULES = tuple(PROMISES)
 AUTO = "auto"
-"""The setting that stands for `best_rule`."""
+"""The setting that selects `best_rule`."""
 LOSSLESS = tuple(name for name, kept in PROMISES.items() if kept != LOSSY)
 CHAINS_ONLY = ("rejection", "block")
 
@@ -22,10 +24,10 @@ CHAINS_ONLY = ("rejection", "block")
 def best_rule(shape: str, temperature: float) -> str:
     """The rule that accepts most drafts of a shape (chain, tree, dynamic, dartree, none) and keeps
     the target's distribution (docs/reports/rules.md). At temperature 0 all of these rules accept
-    the same.
+    the same drafts.
 
-    A tree that is chosen while it is drafted leaves no distribution to weigh its nodes by: its
-    drafts are certain for the other rules, while `match` drafts with the target's own noise.
+    A tree that is chosen during drafting has no distribution to weigh its nodes by. Its drafts are
+    certain under the other rules, while `match` drafts with the same noise as the target.
     """
     if temperature == 0:
         return "match"
@@ -33,13 +35,14 @@ def best_rule(shape: str, temperature: float) -> str:
 
 
 def sampling_rule(rule: str, shape: str) -> str:
-    """What `rule` is for requests of any temperature: auto stands for the best one above 0, which
-    decides as match does at 0."""
+    """The rule for requests of any temperature: auto selects the best one above 0, which decides
+    like match at 0."""
     return best_rule(shape, 1.0) if rule == AUTO else rule
 
 
 def promise(rule: str, temperature: float) -> str:
-    """What `rule` keeps: TEXT (at temperature 0 all do), DISTRIBUTION or LOSSY (if unknown)."""
+    """What `rule` keeps: TEXT (any known rule at temperature 0), DISTRIBUTION, or LOSSY (also for
+    unknown rules)."""
     if rule not in PROMISES:
         return LOSSY
     return TEXT if temperature == 0 else PROMISES[rule]

@@ -1,4 +1,4 @@
-"""The rules by name: rule `x` is module `x` of this package, which offers `make`."""
+"""The rules by name: rule `x` is module `x` of this package and has a function `make`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference.decoding.rules.names import CHAINS_ONLY, RULES
 
 
 def get_rule(name: str, shape: DraftShape, **options: Any) -> Rule:
-    """The rule `name` for drafts of `shape` (on the decoding device). options: of `RuleOptions`.
+    """The rule `name` for drafts of `shape` (on the decoding device). options: see `RuleOptions`.
 
     Raises `UserError` for an unknown name, with a suggestion, and for a shape that the rule cannot
     judge.

@@ -1,11 +1,12 @@
 """Rejection sampling of chains (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
-A draft x that was drawn from q is kept with probability min(1, p(x) / q(x)); the first one that is
-not is replaced by a draw from max(p - q, 0); behind a chain that was kept whole comes a draw from
-p. What is committed follows p exactly, and a draft is kept with probability 1 - TV(p, q), the most
-that any rule reaches for one draft.
+A draft x drawn from q is kept with probability min(1, p(x) / q(x)). The first draft that is not
+kept is replaced by a draw from max(p - q, 0). If the whole chain is kept, the next token is drawn
+from p. Committed tokens follow p exactly, and a draft is kept with probability 1 - TV(p, q), the
+maximum for one draft.
 
-Certain drafts and temperature 0: `match`; `inference.decoding.rules.weights` on noise.
+Certain drafts, and all drafts at temperature 0, are judged by `match`. For the noise, see
+`inference.decoding.rules.weights`.
 
 Legend: B rows, N nodes, D = N - 1 drafted tokens, V vocabulary.
 """
@@ -28,7 +29,7 @@ class Rejection(ChainRule):
     name: ClassVar[str] = "rejection"
 
     def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
-        # p / q > coin without the division, and strictly: what the target cannot say is never kept
+        # p / q > coin without the division; strict, so tokens with p = 0 are never kept
         kept = coins * chain.q_drafted < chain.p_drafted
         return leading(kept), None
 

@@ -1,18 +1,19 @@
 """Recursive rejection of several candidates per node, drawn without replacement (SpecInfer,
 2305.09781; without replacement as in Sequoia, 2402.12374). Chains and trees.
 
-At a node with target distribution p and draft distribution q, its children are tried in the order
-in which they were drawn. A child x is kept with probability min(1, p(x) / q(x)), and the walk goes
-on below it. Otherwise p becomes max(p - q, 0), q loses x, both are normalised, and the next child
-is tried. Behind the last one the next token is drawn from what is left of p. Children are the best
-scores of log q plus Gumbel noise in falling order, which is drawing without replacement.
+At a node with target distribution p and draft distribution q, the children are tried in the order
+in which they were drawn. A child x is kept with probability min(1, p(x) / q(x)), and the walk
+continues below it. Otherwise p becomes max(p - q, 0), q loses x, both are normalised, and the next
+child is tried. If no child is kept, the next token is drawn from what is left of p. Children are
+the best scores of log q plus Gumbel noise in descending order, which is drawing without
+replacement.
 
-Static trees are weighed so. In a dynamic tree the drafts decide, by their scores, how many siblings
-and descendants are drafted at all; given the tree, a child no longer follows q, and weighing it by
-q would be wrong. There the candidates are the drafter's best tokens without noise, hence certain,
-and judged as EAGLE's code judges them: a child is kept with p(x), else p loses x. That is the law
-of drawing from p and looking for the child (`match`, see `inference.decoding.rules.weights`), which
-is how it is done.
+Static trees are weighed in this way. In a dynamic tree, the scores of the drafts decide how many
+siblings and descendants are drafted. Given the tree, a child no longer follows q, and weighing it
+by q would be wrong. There the candidates are the drafter's best tokens without noise, and so
+certain. They are judged as in EAGLE's code: a child is kept with probability p(x), otherwise p
+loses x. This is equivalent to drawing from p and comparing the draw with the children (`match`, see
+`inference.decoding.rules.weights`), which is the implementation.
 
 Legend: B rows, N nodes, D the tree's deepest level, K children per node at most, V vocabulary.
 """
@@ -51,7 +52,7 @@ class SpecInfer(weights.TreeRule):
         walking = torch.ones_like(node, dtype=torch.bool)
         refused = torch.zeros_like(walking)
         path, left, behind = [node], logits.new_zeros(()), node
-        # behind the deepest level nothing is tried
+        # nothing is tried after the deepest level
         for level, width in enumerate((*self._widths, 0)):
             p = noise.target_probabilities(weights.at_node(logits, node)[:, None])[:, 0]
             rest, position = p, positions.gather(1, node[:, None]) + 1
@@ -66,7 +67,7 @@ class SpecInfer(weights.TreeRule):
                 tokens = proposal.tokens.gather(1, children)
                 p_child, q_child, rest = tries(p, scores, tokens, there)
                 coins = noise.uniforms(position, width)[:, 0]
-                # strictly: nothing with p = 0 is kept
+                # strict: nothing with p = 0 is kept
                 kept = walking[:, None] & (coins * q_child < p_child)
                 found = kept.any(1)
                 child = children.gather(1, kept.to(torch.int64).argmax(1, keepdim=True))[:, 0]
@@ -88,13 +89,13 @@ class SpecInfer(weights.TreeRule):
 def tries(
     p: Tensor, scores: Tensor, tokens: Tensor, there: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weigh the children of one node per row, each as if those before it had been refused.
+    """Weigh the children of one node per row, each as if those before it had been rejected.
 
-    p [B, V] the target's distribution, scores [B, V] log q up to a constant, tokens [B, K] of the
-    children, there [B, K] bool: False where a node has fewer. Returns p and q at each child [B, K]
-    when it is tried, and what is left of p [B, V] behind them all. A child that is not there, and
-    one that was not drawn from what was left of q (a repeated token), has p = 0 and q = 1: it is
-    refused and changes nothing.
+    p [B, V]: the target's distribution; scores [B, V]: log q up to a constant; tokens [B, K] of the
+    children; there [B, K] bool: False if a node has fewer children. Returns p and q at each child
+    [B, K] when it is tried, and what is left of p [B, V] after all of them. A missing child, and a
+    child that was not drawn from what was left of q (a repeated token), has p = 0 and q = 1: it is
+    rejected and changes nothing.
     """
     p_tried, q_tried = [], []
     for token, exists in zip(tokens.unbind(1), there.unbind(1), strict=True):
@@ -106,15 +107,16 @@ def tries(
         q_tried.append(torch.where(drawn, q_token, 1.0))
         left = (p - q).clamp(min=0)
         mass = left.sum(-1, keepdim=True)
-        # nothing is left only where p = q: then the child was kept, but for rounding
+        # nothing is left only if p = q, and then the child was kept, except for rounding
         p = torch.where(drawn & (mass > 0), left / torch.where(mass > 0, mass, 1.0), p)
         scores = torch.where(drawn, scores.scatter(1, at, float("-inf")), scores)
     return torch.cat(p_tried, 1), torch.cat(q_tried, 1), p
 
 
 def children_of(tree: TokenTree) -> tuple[Tensor, tuple[int, ...]]:
-    """Children of each node of a static tree, in node order, [N, K] int64 (0: none), on the tree's
-    device; and the most children that a node has at each depth 0..D-1. Reads the tree on the host.
+    """The children of each node of a static tree, in node order, [N, K] int64 (0: none), on the
+    tree's device; and the largest number of children of a node at each depth 0..D-1. Reads the tree
+    on the host.
     """
     parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
     children = weights.children_lists(tree)

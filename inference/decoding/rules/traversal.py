@@ -2,23 +2,23 @@
 2505.12398). On chains it is block verification (Sun et al., 2403.10444).
 
 Every node has a share: how much of the drafts' mass on the path to it the target grants. With p and
-q the target's and the drafter's distribution at a node of share s, and the shares s_root = 1:
+q the target's and the drafter's distribution at a node of share s, and s_root = 1:
 
     s_x = min(1, s p(x) / q(x))                  for a child x that is tried
 
-Its subtree is judged first. Where nothing in it is kept, x itself is kept with probability s_x.
-Where x is not kept either, the node is as if x had never been drafted:
+The subtree of x is judged first. If nothing in it is kept, x itself is kept with probability s_x.
+If x is not kept either, the node continues as if x had never been drafted:
 
     S = sum_y max(s p(y) - q(y), 0)
     s <- S / (S + 1 - s),   p <- max(s p - q, 0) / S,   q <- q without x, normalised
 
-and its next child is tried; behind the last one, the node itself. The first node that is kept ends
-the path, and the next token is drawn from its p. A rule that goes from the root to the leaves drops
-the subtree of a refused node; here the subtree is judged before.
+Then its next child is tried and, after the last child, the node itself. The first node that is kept
+ends the path, and the next token is drawn from its p. A rule that goes from the root to the leaves
+drops the subtree of a rejected node; here the subtree is judged before the node.
 
-The children of several nodes of one depth are judged in one pass, so their noise must differ:
-`Rule.separate`. Children are drawn without replacement. In a dynamic tree, and where drafts are
-certain, `match` judges, for the reasons given in `inference.decoding.rules.specinfer`.
+The children of several nodes of one depth are judged in one pass, so their noise must differ
+(`Rule.separate`). Children are drawn without replacement. Dynamic trees and certain drafts are
+judged by `match`, for the reasons given in `inference.decoding.rules.specinfer`.
 
 Legend: B rows, N nodes, D the tree's deepest level, K children per node at most, V vocabulary.
 """
@@ -73,9 +73,9 @@ class Traversal(weights.TreeRule):
 
 
 class _Walk:
-    """The state of one verification: each node's p [B, V], scores log q [B, V] and share [B], as
-    they are after the children tried so far; found [B] bool, kept [B] int64: the node that ended
-    the path, left [B, V]: its p."""
+    """The state of one verification: each node's p [B, V], scores log q [B, V] and share [B], after
+    the children tried so far. found [B] bool: whether a node was kept; kept [B] int64: the node
+    that ended the path; left [B, V]: its p."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class _Walk:
         self.left = target[:, 0]
 
     def visit(self, node: int, share: Tensor | None = None) -> None:
-        """Judge everything below `node`, which has `share` [B] (None: 1); leaves its p and share in
-        `nodes`."""
+        """Judge everything below `node`, which has `share` [B] (None: 1), and store its p and share
+        in `nodes`."""
         p, scores = self.p[:, node], self.scores[:, node]
         share = torch.ones_like(p[:, 0]) if share is None else share
         for child in self.rule._children[node]:
@@ -117,7 +117,7 @@ class _Walk:
             left = (share[:, None] * p - q).clamp(min=0)
             rest = left.sum(-1)
             total = rest + (1 - share)
-            # 0 / 0 is s = 1 with p = q: nothing speaks against the child, and it was kept
+            # 0 / 0 means s = 1 and p = q: the child was kept
             fallen = torch.where(total > 0, rest / torch.where(total > 0, total, 1.0), 1.0)
             some = drawn & (rest > 0)
             p = torch.where(some[:, None], left / torch.where(some, rest, 1.0)[:, None], p)
@@ -127,19 +127,19 @@ class _Walk:
         self.nodes[node] = p, share
 
     def keep(self, node: int, possible: Tensor) -> None:
-        """Keep `node` where nothing was kept yet, by its coin; the root always."""
+        """Keep `node`, by its coin, in rows where nothing was kept yet; the root is always kept."""
         p, share = self.nodes[node]
         passed = possible & ~self.found
         if node:
-            passed = passed & (self.coins[:, node] < share)  # strictly: nothing of share 0
+            passed = passed & (self.coins[:, node] < share)  # strict: nothing of share 0
         self.found = self.found | passed
         self.kept = torch.where(passed, node, self.kept)
         self.left = torch.where(passed[:, None], p, self.left)
 
 
 def read(tree: TokenTree) -> tuple[list[list[int]], list[int], Tensor]:
-    """A static tree on the host: each node's children in order and its depth; and on the tree's
-    device the paths [N, D+1] int64 to the nodes, root first, 0 beyond."""
+    """Read a static tree. Returns each node's children in order and its depth, on the host, and the
+    paths [N, D+1] int64 to the nodes, root first, 0 beyond, on the tree's device."""
     parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
     children = weights.children_lists(tree)
     paths = torch.zeros(len(parents), tree.max_depth + 1, dtype=torch.int64)

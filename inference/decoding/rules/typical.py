@@ -1,11 +1,11 @@
-"""Typical acceptance (Medusa, 2401.10774): LOSSY, another distribution than the target's.
+"""Typical acceptance (Medusa, 2401.10774): LOSSY, as it changes the target's distribution.
 
-A draft x is kept when the target finds it likely enough for how undecided it is: p(x) >
-min(epsilon, delta * exp(-H(p))), with H the entropy of p (temperature and filters applied). The
-longest path of such drafts is kept, of equally long ones the likeliest, and the next token is drawn
-from p behind it. At temperature 0 it is `match`, and lossless.
+A draft x is kept if its probability under the target exceeds a threshold that falls with the
+target's entropy: p(x) > min(epsilon, delta * exp(-H(p))), with H the entropy of p (temperature and
+filters applied). The longest path of such drafts is kept, of equally long ones the likeliest, and
+the next token is drawn from p after it. At temperature 0 it is `match`, and lossless.
 
-Drafts are the drafter's best tokens, without noise, as published.
+Drafts are the drafter's best tokens, without noise, as in the paper.
 
 Legend: B rows, N nodes, V vocabulary.
 """
@@ -72,7 +72,8 @@ class Typical:
         return Verdict(found.path, found.accepted, refused, kept_tokens)
 
     def _best_path(self, kept: Tensor, likely: Tensor, tree: TokenTree) -> Tensor:
-        """Nodes [B, N] bool of the longest path of kept nodes, of equal ones the likeliest."""
+        """Nodes [B, N] bool of the longest path of kept nodes; of equally long ones, the
+        likeliest."""
         if tree.is_chain:
             return kept
         kept = kept.index_fill(1, kept.new_zeros(1, dtype=torch.int64), True)  # the root

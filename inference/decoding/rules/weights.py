@@ -1,16 +1,15 @@
-"""What rules that accept by probability share: distributions, draws, weighed chains.
+"""Common parts of the rules that accept by probability: distributions, draws, weighed chains.
 
-With p the target's distribution at a node (temperature and filters applied) and q the one its
-children were drawn from. Drafts whose q was not kept are certain: q is 1 at the draft. Weighing a
-certain draft x accepts it with probability p(x) and otherwise draws from p without x; that is the
-law of drawing from p and looking whether x came out, so every lossless rule is `match` for them, as
-it is at temperature 0.
+p is the target's distribution at a node (temperature and filters applied), q the distribution that
+its children were drawn from. Drafts whose q was not kept are certain: q is 1 at the draft. Weighing
+a certain draft x accepts it with probability p(x) and otherwise draws from p without x. This is
+equivalent to drawing from p and comparing the draw with x, so every lossless rule is `match` for
+certain drafts, as it is at temperature 0.
 
-Which noise is used for what, within one pass: the draft at position x is drawn with (DRAFT, x),
-tried with (COIN, x), one column for each sibling; the token that follows the kept path, at position
-x, with (RESIDUAL, x). Drafts of one depth share their position and so their noise, but no rule
-looks at the children of more than one of them. No pair is shared between passes
-(`SharedNoise.roots`).
+Use of noise within one pass: the draft at position x is drawn with (DRAFT, x) and tried with (COIN,
+x), one column per sibling. The token after the kept path, at position x, is drawn with (RESIDUAL,
+x). Drafts of one depth share their position and so their noise, but no rule looks at the children
+of more than one of them. No pair is shared between passes (`SharedNoise.roots`).
 
 Legend: B rows, N nodes, D = N - 1 drafted tokens of a chain, V vocabulary, V' its drafted part.
 """
@@ -31,12 +30,12 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 
 
 def weighs(proposal: Proposal, noise: SharedNoise) -> bool:
-    """Whether drafts can be weighed: some row is above temperature 0, their logits were kept."""
+    """Whether drafts can be weighed: a row is above temperature 0 and the logits were kept."""
     return proposal.logits is not None and noise.samples
 
 
 def or_match(verdict: Verdict, proposal: Proposal, logits: Tensor, noise: SharedNoise) -> Verdict:
-    """The verdict of weighing; in rows at temperature 0, which others may be decoded with, that of
+    """The verdict of weighing; in rows at temperature 0, which may share the batch, the verdict of
     `match`, which picks the likeliest token there."""
     greedy = noise.greedy_rows
     if greedy is None:
@@ -53,7 +52,7 @@ def or_match(verdict: Verdict, proposal: Proposal, logits: Tensor, noise: Shared
 def draw(weights: Tensor, instead: Tensor, positions: Tensor, noise: SharedNoise) -> Tensor:
     """One token [B] per row from `weights` [B, V] (any sum), by the Gumbel-max trick.
 
-    instead [B, V]: drawn from where all weights are 0, which only rounding can bring about.
+    instead [B, V]: used if all weights are 0, which only rounding can cause.
     """
     empty = weights.sum(-1, keepdim=True) <= 0
     scores = torch.where(empty, instead, weights).log()
@@ -74,10 +73,10 @@ def committed(drafted: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
 class Chain:
     """A drafted chain with its weights.
 
-    drafted [B, D] int64; p [B, N, V]; q [B, N, V], 0 behind the last draft that counts, where
-    nothing was drafted; p_drafted, q_drafted [B, D]: the probabilities of the drafts where they
-    were drawn; 0 and 1 at dead ones, which are never kept. limit [B] int64: `Proposal.limit`, or
-    None.
+    drafted [B, D] int64; p [B, N, V]; q [B, N, V], 0 after the last draft that counts, where
+    nothing was drafted; p_drafted, q_drafted [B, D]: the probabilities of the drafts at the nodes
+    where they were drawn; 0 and 1 at dead drafts, which are never kept. limit [B] int64:
+    `Proposal.limit`, or None.
     """
 
     drafted: Tensor
@@ -89,7 +88,7 @@ class Chain:
 
     @classmethod
     def of(cls, proposal: Proposal, logits: Tensor, noise: SharedNoise) -> Chain:
-        """Weigh `proposal`, drawn from logits that were kept; logits [B, N, V] are the target's."""
+        """Weigh `proposal`, whose logits were kept; logits [B, N, V] are the target's."""
         assert proposal.logits is not None and proposal.tree.is_chain
         drafted = proposal.tokens[:, 1:]
         p = noise.target_probabilities(logits)
@@ -98,7 +97,7 @@ class Chain:
         at, limit = drafted[..., None], proposal.limit
         p_drafted, q_drafted = p[:, :-1].gather(-1, at)[..., 0], q[:, :-1].gather(-1, at)[..., 0]
         if limit is not None:
-            # [B, N]: a draft follows that counts
+            # [B, N]: whether a draft that counts follows
             live = torch.arange(p.shape[1], device=p.device) < limit[:, None]
             q = torch.where(live[..., None], q, 0.0)
             p_drafted = torch.where(live[:, :-1], p_drafted, 0.0)
@@ -106,10 +105,10 @@ class Chain:
         return cls(drafted, p, q, p_drafted, q_drafted, limit)
 
     def rest(self, accepted: Tensor, shares: Tensor | None = None) -> Tensor:
-        """What the token behind `accepted` [B] drafts is drawn from [B, V], any sum: max(share * p
+        """The weights [B, V] of the token after `accepted` [B] drafts, with any sum: max(share * p
         - q, 0).
 
-        shares [B, N]: see `inference.decoding.rules.block`; None: 1. Behind the last draft q is 0.
+        shares [B, N]: see `inference.decoding.rules.block`; None: 1. After the last draft q is 0.
         """
         at = accepted[:, None]
         p, q = at_node(self.p, accepted), at_node(self.q, accepted)
@@ -118,7 +117,8 @@ class Chain:
     def verdict(
         self, accepted: Tensor, positions: Tensor, noise: SharedNoise, shares: Tensor | None = None
     ) -> Verdict:
-        """Keep `accepted` [B] drafts and draw on from `rest`. positions [B, N] of the nodes."""
+        """Keep `accepted` [B] drafts and draw the next token from `rest`. positions [B, N] of the
+        nodes."""
         at = accepted[:, None]
         rest = self.rest(accepted, shares)
         bonus = draw(rest, at_node(self.p, accepted), positions.gather(1, at)[:, 0] + 1, noise)
@@ -129,8 +129,8 @@ class Chain:
 
 
 class TreeRule(ABC):
-    """Base of the rules that weigh the drafts of a static tree. Those of a dynamic one, certain
-    drafts and temperature 0 are left to `match` (`inference.decoding.rules.specinfer` says why).
+    """Base of the rules that weigh the drafts of a static tree. `match` judges dynamic trees,
+    certain drafts and temperature 0 (`inference.decoding.rules.specinfer` gives the reason).
 
     shape: what drafters fill; a static tree is read on the host.
     """
@@ -165,8 +165,8 @@ def children_lists(tree: TokenTree) -> list[list[int]]:
 
 
 class ChainRule(ABC):
-    """Base of the rules that weigh the drafts of a chain; certain drafts and temperature 0 are left
-    to `match`. A rule says in `keep` how many drafts are kept."""
+    """Base of the rules that weigh the drafts of a chain. `match` judges certain drafts and
+    temperature 0. A rule implements `keep`, which decides how many drafts are kept."""
 
     keeps_logits = True
     separate = False
@@ -187,4 +187,5 @@ class ChainRule(ABC):
 
     @abstractmethod
     def keep(self, chain: Chain, coins: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Drafts [B] to keep by `coins` [B, D] in (0, 1), and the shares of `Chain.rest`."""
+        """The number of drafts [B] to keep by `coins` [B, D] in (0, 1), and the shares for
+        `Chain.rest`."""

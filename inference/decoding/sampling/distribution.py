@@ -1,8 +1,8 @@
 """How the target's distribution is shaped: processors, temperature, filters.
 
-The order is that of `generate` in transformers: logit bias, repetition penalty and bad words change
-the logits (`inference.decoding.sampling.processors`, at temperature 0 as well), then come
-temperature, top-k, top-p and min-p (`shape_logits`).
+The order is that of `generate` in transformers. Logit bias, repetition penalty and bad words change
+the logits (`inference.decoding.sampling.processors`, also at temperature 0); then come temperature,
+top-k, top-p and min-p (`shape_logits`).
 
 Legend: V vocabulary.
 """
@@ -75,7 +75,7 @@ class SamplingSettings:
 
     @property
     def uses_prefix(self) -> bool:
-        """Whether the text before a node has a say in its logits."""
+        """Whether a node's logits depend on the text before it."""
         return self.repetition_penalty != 1 or any(len(word) > 1 for word in self.bad_words)
 
     @property
@@ -85,13 +85,14 @@ class SamplingSettings:
 
 
 FILTER_BYTES = 40
-"""Bytes of every logit that a filter holds at once: tempered logits, sorted ones with their int64
-places, probabilities, their sums with a copy, what is removed, and the result; sums in float32."""
+"""Bytes per logit that a filter holds at once: tempered logits, sorted logits with their int64
+places, probabilities, their sums with a copy, the mask of what is removed, and the result; sums in
+float32."""
 
 
 def pick_bytes(settings: SamplingSettings, own: bool = False) -> int:
-    """Bytes for every logit [.., V] that picking a token takes beside the logits in float32. own:
-    rows have settings of their own, which may filter."""
+    """Bytes per logit [.., V] that picking a token takes besides the logits in float32. own: rows
+    have separate settings, which may filter."""
     return FILTER_BYTES if own or (settings.filters and not settings.greedy) else 0
 
 
@@ -114,7 +115,7 @@ def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def _filtered(scaled: Tensor, settings: SamplingSettings) -> Tensor:
-    """`FILTER_LOGITS` with the same settings for all, which sorts for top-p alone."""
+    """`FILTER_LOGITS` with the same settings for all rows; it sorts only for top-p."""
     if settings.top_k and settings.top_k < scaled.shape[-1]:
         kth = scaled.topk(settings.top_k, dim=-1).values[..., -1:]
         scaled = scaled.masked_fill(scaled < kth, float("-inf"))
@@ -138,9 +139,9 @@ def target_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
 def draft_logits(
     logits: Tensor, settings: SamplingSettings, token_ids: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """log q + constant [..., V] for the drafter's logits [..., V']; -inf outside of those.
+    """log q + constant [..., V] for the drafter's logits [..., V']; -inf at other tokens.
 
-    In float32 at least, as drafts are drawn: they were not drawn from a q rounded to bfloat16.
+    The result is at least float32, as drafts are drawn in it, not from a q rounded to bfloat16.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
     return over_vocabulary(scaled, token_ids, vocab_size)

@@ -1,20 +1,20 @@
 """The position-keyed noise that target and drafter share, and the other streams.
 
-At every position the target picks `argmax(log p + g)` where `g` is Gumbel noise keyed by (seed,
-absolute position, token id) and `p` the filtered, tempered distribution. That is exact sampling
-from `p` (the Gumbel-max trick), and because nothing but the key enters `g`, the pick does not
-depend on how many nodes were verified, in which batch, or by which drafter: the same seed gives the
-same text. A drafter that ranks its candidates by `log q + g` with the same noise agrees far more
-often at temperature above 0 (Daliri et al., 2408.07978). One seed belongs to one sequence.
+At every position the target picks `argmax(log p + g)`, where `g` is Gumbel noise keyed by (seed,
+absolute position, token id) and `p` the filtered, tempered distribution. This is exact sampling
+from `p` (the Gumbel-max trick). As `g` depends only on the key, the pick does not depend on the
+number of verified nodes, the batch or the drafter: the same seed gives the same text. A drafter
+that ranks its candidates by `log q + g` with the same noise agrees far more often above temperature
+0 (Daliri et al., 2408.07978). One seed belongs to one sequence.
 
-Rules that accept by probability need several independent draws per position: each has a stream of
-its own, a seed derived from the sequence's (`Stream`). A position that was drafted but not
-committed is drafted again in the next pass, and a rule may have stopped where it did because of the
-very draft that it then dropped: drawing the new one with the old noise would bias it. So these
-streams are keyed by the pass as well, that is by the position of its root: it differs from pass to
-pass and does not depend on the batch. Nodes of one depth share their position and with it the noise
-that their children are drawn with, but for rules that judge the children of several of them: these
-have drafts keyed by the node as well (`separate`).
+Rules that accept by probability need several independent draws per position. Each has a separate
+stream, with a seed derived from the sequence's (`Stream`). A position that was drafted but not
+committed is drafted again in the next pass. As the rule may have stopped because of the draft that
+it then dropped, drawing the new draft with the old noise would bias it. So these streams are also
+keyed by the pass: by the position of its root, which differs between passes and does not depend on
+the batch. Nodes of one depth share their position, and so the noise that their children are drawn
+with. For rules that judge the children of several of these nodes, drafts are also keyed by the node
+(`separate`).
 
 Legend: B rows, M positions per row, V vocabulary (V' its drafted part), C columns of coins.
 """
@@ -43,7 +43,7 @@ _NODE_STEP = 0x2545F4914F6CDD1D  # odd: different nodes of one depth get differe
 
 
 class Stream(IntEnum):
-    """What a draw is for. TARGET is plain decoding's noise; the others never touch it."""
+    """What a draw is for. TARGET is plain decoding's noise, which the others never use."""
 
     TARGET = 0
     DRAFT = 1
@@ -54,7 +54,7 @@ class Stream(IntEnum):
 def stream_seeds(seeds: Tensor, stream: Stream, roots: Tensor | None = None) -> Tensor:
     """The seeds [B] int64 of a stream: the sequence's own for TARGET, derived ones for the others.
 
-    roots [B] int64: the position of each row's root, which the others are keyed with as well.
+    roots [B] int64: the position of each row's root, which also keys the derived streams.
     """
     if stream is Stream.TARGET:
         return seeds
@@ -65,14 +65,14 @@ def stream_seeds(seeds: Tensor, stream: Stream, roots: Tensor | None = None) -> 
 
 
 class SharedNoise:
-    """The `Noise` that drafters see, and the target's own draws, for the rows of one batch.
+    """The drafters' `Noise` and the target's draws, for the rows of one batch.
 
     seeds [B] int64 on the decoding device. drafts: the stream that candidates are ranked with; None
     ranks them by log q alone. keeps_logits: see `heads.api.drafter.Noise`; at temperature 0 no rule
-    weighs drafts. roots [B] int64: the position of each row's root, the very tensor that the loop
-    moves on after a pass (`Rows.lengths`): every stream but TARGET is keyed with it. Only rules
-    that draw from TARGET alone go without. separate: the M nodes of a call, those of one depth
-    whose children are drawn, get noise of their own.
+    weighs drafts. roots [B] int64: the position of each row's root, the same tensor that the loop
+    advances after a pass (`Rows.lengths`). It keys every stream except TARGET; it may be None only
+    for rules that draw only from TARGET. separate: the M nodes of a call, which are those of one
+    depth whose children are drawn, get separate noise.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SharedNoise:
 
     @property
     def greedy_rows(self) -> Tensor | None:
-        """Which rows [B] bool are at temperature 0 beside others that are not; None: none."""
+        """The rows [B] bool at temperature 0 if rows have separate settings; otherwise None."""
         return None
 
     def target_probabilities(self, logits: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ class SharedNoise:
         return cast(Tensor, GUMBEL_NOISE(self.stream(stream), positions, ids))
 
     def draw(self, scores: Tensor, positions: Tensor, stream: Stream) -> Tensor:
-        """Tokens [B, M] with probabilities in proportion to exp(scores [B, M, V]), by a stream's
-        noise at `positions` [B, M]."""
+        """Tokens [B, M] with probabilities proportional to exp(scores [B, M, V]), drawn with a
+        stream's noise at `positions` [B, M]."""
         return cast(Tensor, NOISE_PICK(scores, positions, self.stream(stream), 1.0))
 
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
@@ -173,7 +173,7 @@ class SharedNoise:
     def _separate_pick(
         self, logits: Tensor, positions: Tensor, temperature: float, token_ids: Tensor | None
     ) -> Tensor:
-        """`pick` for nodes that have noise of their own."""
+        """`pick` for nodes with separate noise."""
         seeds, places = self._node_seeds(positions), positions.reshape(-1, 1)
         nodes = logits.flatten(0, 1)[:, None]
         picks = NOISE_PICK(nodes, places, seeds, temperature, token_ids)

@@ -1,12 +1,11 @@
-"""Logit bias, repetition penalty and bad words, at every node with the text that stands before it.
+"""Logit bias, repetition penalty and bad words, at every node with the text before it.
 
-A drafted node stands behind other drafted nodes. What a penalty sees at it is the committed text
-AND the path from the root to it, which is the text that plain decoding would have had there; with
-the committed text alone drafted tokens would escape the penalty, and the answer would depend on the
-draft.
+A drafted node follows other drafted nodes. A penalty at it applies to the committed text and the
+path from the root to it: the text that plain decoding would have there. With the committed text
+alone, drafted tokens would escape the penalty, and the answer would depend on the draft.
 
 Meaning and order follow `generate` of transformers 5: bias, then penalty, then bad words.
-Everything has fixed shapes and the constants lie on the device beforehand, so that a captured step
+Everything has fixed shapes, and the constants are on the device beforehand, so that a captured step
 can contain it.
 
 Legend: B rows, N nodes, S slots, V vocabulary, W bad words, K length of the longest one less 1, U
@@ -30,9 +29,9 @@ from inference.decoding.sampling.distribution import SamplingSettings
 class Prefix:
     """The text before every node.
 
-    history [B, S] int64, S at least 1: committed tokens; the first `lengths` [B] stand before the
-    root. tokens [B, N]: the nodes, root first. tree: who follows whom; a node's text is the history
-    and the path from the root to it, itself included.
+    history [B, S] int64, S at least 1: committed tokens; the first `lengths` [B] are before the
+    root. tokens [B, N]: the nodes, root first. tree: the draft's tree. A node's text is the history
+    and the path from the root to the node, itself included.
     """
 
     history: Tensor
@@ -42,7 +41,7 @@ class Prefix:
 
 
 class Processors:
-    """The processors of `settings` for `vocab_size` columns. Build once, call in every step.
+    """The processors of `settings` for `vocab_size` columns, built once and called in every step.
 
     active: whether calling does anything. Raises `UserError` for unknown token ids.
     """
@@ -87,14 +86,15 @@ _processors = lru_cache(maxsize=16)(Processors)
 
 
 def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
-    """Logits [B, N, V]; in a node's text positive ones are divided, negative multiplied.
+    """Logits [B, N, V] with the repetition penalty: those of tokens in a node's text are divided by
+    it if positive and multiplied if negative.
 
-    Keskar et al., 1909.05858, section 4.1, with the sign rule of transformers; a token counts once
-    however often it occurs.
+    Keskar et al., 1909.05858, section 4.1, with the sign rule of transformers; a token counts once,
+    even if it occurs several times.
     """
     rows, nodes, vocab = logits.shape
     changed = torch.where(logits < 0, logits * penalty, logits / penalty)
-    # the root is in every node's text: it stands in wherever a slot or a node is not part of that
+    # the root is in every node's text: it replaces slots and nodes that are not part of the text
     root = prefix.tokens[:, :1]
     place = torch.arange(prefix.history.shape[1], device=logits.device)
     committed = torch.where(place < prefix.lengths[:, None], prefix.history, root)
@@ -108,14 +108,14 @@ def penalise(logits: Tensor, penalty: float, prefix: Prefix) -> Tensor:
 
 
 def last_tokens(prefix: Prefix, count: int) -> Tensor:
-    """The last `count` tokens of every node's text [B, N, count] int64; -1 before its begin."""
+    """The last `count` tokens of every node's text [B, N, count] int64; -1 before its beginning."""
     rows, nodes = prefix.tokens.shape
     depth = prefix.tree.depth.expand(rows, nodes)
     parents = prefix.tree.parents.expand(rows, nodes)
     node = torch.arange(nodes, device=prefix.tokens.device).expand(rows, nodes)
     found = []
     for back in range(count):
-        slot = prefix.lengths[:, None] + depth - back  # its slot, if it stands before the root
+        slot = prefix.lengths[:, None] + depth - back  # its slot, if it is before the root
         old = prefix.history.gather(1, slot.clamp(0, prefix.history.shape[1] - 1))
         old = torch.where(slot < 0, -1, old)
         found.append(torch.where(back <= depth, prefix.tokens.gather(1, node), old))
@@ -148,7 +148,7 @@ class _BadWords:
 
 
 def _check_ids(name: str, tokens: list[int], vocab_size: int) -> None:
-    """Refuse token ids outside the vocabulary."""
+    """Raise `UserError` for token ids outside the vocabulary."""
     for token in tokens:
         if token >= vocab_size:
             raise UserError(

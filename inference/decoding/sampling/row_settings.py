@@ -1,14 +1,13 @@
-"""Sampling settings of rows: requests of different temperature and filters in one batch.
+"""Sampling settings per row: requests of different temperature and filters in one batch.
 
-A server's requests bring settings of their own. What the step needs of them lies in tensors with
-one entry per row, so that a step has the same operations for any rows. The picks are
-those that `SharedNoise` makes with the row's own settings, bit for bit: the same operations in the
-same order, with a row's number where a constant stood
-(`tests/inference/decoding/test_ragged_batch.py`).
+A server's requests have separate settings. The numbers that a step needs are in tensors with one
+entry per row, so that a step has the same operations for any rows. The picks equal those of
+`SharedNoise` with the row's settings, bit for bit: the operations and their order are the same,
+with the row's number instead of a constant (`tests/inference/decoding/test_ragged_batch.py`).
 
-What the host knows saves work. `mode` says whether any row samples, and whether any filters: a
-step, and a captured graph, belongs to one mode. Where steps are launched one by one on a CPU, only
-the rows that need it are worked on.
+The host's knowledge saves work. `mode` says whether any row samples, and whether any row filters; a
+step, and a captured graph, belongs to one mode. If steps are launched one by one on a CPU, only the
+rows that need it are processed.
 
 Legend: B rows, R some of them, M positions per row, V vocabulary.
 """
@@ -30,18 +29,18 @@ from inference.kernels.reference.filters import FILTER_LOGITS
 from inference.kernels.reference.noise import NOISE_PICK
 
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
-"""What a batch needs: the best token, with noise, or filtered; each includes the last."""
+"""What a batch needs: the best token, noise, or filters; each includes the one before it."""
 OWN = ("temperature", "top_k", "top_p", "min_p")
-"""The settings that a request may bring; all others are the engine's."""
+"""The settings that a request may change; all others are the engine's."""
 COLUMNS = 5
 
 
 class RowSettings:
-    """The settings of B rows. values [B, 5] float64: temperature (1 at greedy rows), whether
-    sampled, k, mass, log of min-p.
+    """The settings of B rows. values [B, 5] float64: temperature (1 for greedy rows), whether the
+    row samples, top-k, top-p, log of min-p.
 
-    engine: the settings that every other one must agree with except for `OWN`. static: steps must
-    not depend on who sits where, only on `mode` (captured or compiled steps).
+    engine: the settings that all rows must share except for `OWN`. static: steps must not depend on
+    which rows hold which requests, only on `mode` (captured or compiled steps).
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class RowSettings:
         self.arrange(range(rows))
 
     def put(self, rows: Sequence[int], settings: Sequence[SamplingSettings]) -> None:
-        """Give `rows` their settings; raises `UserError` for those that only engines have."""
+        """Give `rows` their settings. Raises `UserError` if they change settings of the engine."""
         for row, item in zip(rows, settings, strict=True):
             check_own(item, self.engine)
             self.held[row] = item
@@ -77,7 +76,7 @@ class RowSettings:
         self.values[target] = self.values[source]
 
     def arrange(self, rows: Sequence[int]) -> None:
-        """Say which rows are decoded by the next step: sets `mode`, and which rows need what."""
+        """Set the rows that the next step decodes: sets `mode`, `samples` and `filters`."""
         sampled = [row for row in rows if not self.held[row].greedy]
         filtered = [row for row in sampled if self.held[row].filters]
         self.mode = FILTERED if filtered else SAMPLED if sampled else GREEDY
@@ -92,7 +91,7 @@ class RowSettings:
         self.samples, self.filters = subset(sampled), subset(filtered)
 
     def first(self, count: int) -> RowSettings:
-        """The first `count` rows as views: what is put here is seen there. `arrange` it anew."""
+        """The first `count` rows as views of these settings. Call `arrange` on the result."""
         return self._part(self.values[:count], self.held)
 
     def at(self, rows: Sequence[int]) -> RowSettings:
@@ -110,7 +109,8 @@ class RowSettings:
     # What a step computes
 
     def at_temperature(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
-        """logits [R, M, V] / temperature, at least float32. rows [R] int64: whose; None: all."""
+        """logits [R, M, V] / temperature, at least float32. rows [R] int64: their rows; None:
+        all."""
         scaled = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return scaled / self._column(0, rows, scaled)
 
@@ -132,7 +132,7 @@ class RowSettings:
 
 
 def check_own(item: SamplingSettings, engine: SamplingSettings) -> None:
-    """Raise `UserError` when a request's settings differ from the engine's in more than `OWN`."""
+    """Raise `UserError` if a request's settings differ from the engine's in more than `OWN`."""
     for name in ("repetition_penalty", "logit_bias", "bad_words"):
         if getattr(item, name) != getattr(engine, name):
             raise UserError(
@@ -142,7 +142,7 @@ def check_own(item: SamplingSettings, engine: SamplingSettings) -> None:
 
 
 def _numbers(item: SamplingSettings, vocab_size: int) -> tuple[float, ...]:
-    """A row of `RowSettings.values`; what is off is a number that removes nothing."""
+    """A row of `RowSettings.values`; a setting that is off has a number that removes nothing."""
     return (
         item.temperature or 1.0,
         0.0 if item.greedy else 1.0,
@@ -153,7 +153,7 @@ def _numbers(item: SamplingSettings, vocab_size: int) -> tuple[float, ...]:
 
 
 class RowNoise(SharedNoise):
-    """`SharedNoise` for rows with settings of their own."""
+    """`SharedNoise` for rows with separate settings."""
 
     def __init__(
         self,
@@ -181,14 +181,14 @@ class RowNoise(SharedNoise):
         return ~self.rows.sampled()[:, 0, 0]
 
     def target_probabilities(self, logits: Tensor) -> Tensor:
-        """See `SharedNoise.target_probabilities`; rows at temperature 0 as at 1."""
+        """See `SharedNoise.target_probabilities`; temperature 0 is treated as 1."""
         scaled = self.rows.at_temperature(logits)
         if self.mode == FILTERED:
             scaled = self.rows.filtered(scaled)
         return scaled.softmax(-1)
 
     def draft_logits(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
-        """See `SharedNoise.draft_logits`; rows at temperature 0 as at 1."""
+        """See `SharedNoise.draft_logits`; temperature 0 is treated as 1."""
         return over_vocabulary(self.rows.at_temperature(logits), token_ids, self.rows.vocab_size)
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -240,7 +240,8 @@ class RowNoise(SharedNoise):
         return picks
 
     def _or_best(self, picks: Tensor, logits: Tensor) -> Tensor:
-        """Picks [B, M] of rows that sample, else the best where who samples may change."""
+        """`picks` [B, M] in rows that sample, the best token in others. If not `static`, all rows
+        here sample."""
         if not self.rows.static:
             return picks
         return torch.where(self.rows.sampled()[..., 0], picks, logits.argmax(-1))

@@ -1,4 +1,4 @@
-"""What an answer has to look like, as a request or a file says it."""
+"""Constraints on an answer, given by a request or a file."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from heads.api.reading import read_text
 from inference.decoding.structured.keywords import check_pattern, check_schema
 
 LONGEST = 65_536
-"""Characters of a schema, an expression or a grammar."""
+"""Most characters of a schema, an expression or a grammar."""
 ANY_OBJECT = "json"
-"""What `decode.structure` calls "any JSON object"."""
+"""The value of `decode.structure` for any JSON object."""
 SUFFIXES = {".json": "json_schema", ".regex": "regex", ".ebnf": "grammar"}
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer has to follow from its first token to its end.
+    """What an answer must follow from its first token to its end.
 
-    kind: json_schema, regex (the whole answer matches) or grammar (EBNF as xgrammar reads it, its
-    first rule called root). text: the schema as JSON, the expression, the grammar. any_whitespace:
-    JSON may be laid out freely; otherwise it stands on one line as `json.dumps` writes it, which
-    leaves less to decide and so more that `jump_forward` drafts. Raises `UserError` for texts that
-    are too long and schemas whose keywords could not be kept.
+    kind: json_schema, regex (the whole answer matches) or grammar (EBNF as xgrammar reads it, with
+    root as its first rule). text: the schema as JSON, the expression, or the grammar.
+    any_whitespace: JSON may be laid out freely; otherwise it is on one line, as `json.dumps` writes
+    it, so that more tokens are forced and `jump_forward` can draft them. Raises `UserError` for
+    texts that are too long, and for schemas with keywords that cannot be kept.
     """
 
     kind: Literal["json_schema", "regex", "grammar"]
@@ -46,7 +46,7 @@ class Constraint:
 
     @classmethod
     def schema(cls, schema: Any, any_whitespace: bool = False) -> Constraint:
-        """A JSON schema as Python holds it (a mapping, True)."""
+        """A JSON schema given as a Python value (a mapping, or True)."""
         return cls("json_schema", json.dumps(schema), any_whitespace)
 
     @classmethod
@@ -61,7 +61,8 @@ class Constraint:
 
     @classmethod
     def read(cls, structure: str) -> Constraint | None:
-        """What `decode.structure` names; None for the empty one. Raises `UserError`."""
+        """The constraint that `decode.structure` names; None if it is empty. Raises `UserError` for
+        invalid values."""
         if not structure:
             return None
         if structure == ANY_OBJECT:

@@ -1,5 +1,5 @@
-"""Constraints as grammars over a target's tokens, compiled once each. The only module that imports
-xgrammar, and only when a constraint is there."""
+"""Constraints as grammars over a target's tokens, each compiled once. Only this module imports
+xgrammar, and only if there is a constraint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inference.decoding.structured.matcher import Matcher
 from inference.target.model import TargetModel
 
 MOST_KEPT = 256
-"""Compiled grammars that are kept, those used last."""
+"""Most compiled grammars that are kept; the least recently used one is dropped first."""
 CONTROL = frozenset(range(0x20)) - {*b"\n\r"}
 """Bytes that JSON does not need."""
 _known: WeakKeyDictionary[TargetModel, Grammars] = WeakKeyDictionary()
@@ -25,7 +25,7 @@ _lock = threading.Lock()
 class Grammars:
     """The grammars of one target's requests. Threads may share it.
 
-    Raises `UserError` where xgrammar is not installed.
+    Raises `UserError` if xgrammar is not installed.
     """
 
     def __init__(self, target: TargetModel) -> None:
@@ -33,15 +33,15 @@ class Grammars:
         texts = token_texts(target)
         self._tokens = {text: token for token, text in enumerate(texts) if text}
         self._text_compiler = self._compiler(texts)
-        # a string of JSON holds no control characters, which xgrammar lets into one of bounded
-        # length; of those between values two are enough
+        # JSON strings contain no control characters, but xgrammar allows them in strings of bounded
+        # length; between values, \n and \r are enough
         self._json_compiler = self._compiler([b"" if CONTROL & {*t} else t for t in texts])
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
         self._lock, self._compiling = threading.Lock(), threading.Lock()
 
     def _compiler(self, texts: list[bytes]) -> Any:
-        """Compiles for tokens of these bytes. It keeps nothing: schemas of many clients would add
-        up."""
+        """A compiler for tokens with these bytes. It caches nothing, as the schemas of many clients
+        would add up."""
         info = _xgrammar().TokenizerInfo(
             texts, vocab_size=len(texts), stop_token_ids=list(self._ends)
         )
@@ -49,17 +49,17 @@ class Grammars:
 
     @classmethod
     def of(cls, target: TargetModel) -> Grammars:
-        """Those of `target`, made when first asked for."""
+        """The grammars of `target`, made on first use."""
         with _lock:
             if target not in _known:
                 _known[target] = cls(target)
             return _known[target]
 
     def compile(self, constraint: Constraint) -> Any:
-        """xgrammar's compiled grammar; raises `UserError` for one that is none."""
+        """xgrammar's compiled grammar; raises `UserError` for an invalid constraint."""
         known = self._known(constraint)
         if known is None:
-            with self._compiling:  # whoever finds what is known does not wait for it
+            with self._compiling:  # look-ups of known grammars do not wait for this lock
                 known = self._known(constraint) or self._compile(constraint)
             with self._lock:
                 self._compiled[constraint] = known
@@ -74,7 +74,7 @@ class Grammars:
             return self._compiled.get(constraint)
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """The beginning of an answer that follows `constraint`."""
+        """A matcher at the beginning of an answer that follows `constraint`."""
         return Matcher(
             _xgrammar().GrammarMatcher(self.compile(constraint)), self._ends, self._tokens
         )
@@ -96,8 +96,8 @@ class Grammars:
 
 
 def token_texts(target: TargetModel) -> list[bytes]:
-    """The bytes that every token stands for [V]; empty for special tokens, which text is not made
-    of, and for rows of the LM head without a token."""
+    """The bytes of every token [V]; empty for special tokens, which are not text, and for rows of
+    the LM head without a token."""
     size = target.info.vocab_size
     found: Sequence[bytes] = (
         _xgrammar().TokenizerInfo.from_huggingface(target.tokenizer, vocab_size=size).decoded_vocab

@@ -1,7 +1,7 @@
-"""Which JSON schemas can be kept: a keyword that the grammar of a schema would leave out is refused
-by name, since an answer that does not validate is worse than none.
+"""Which JSON schemas can be kept. A schema with a keyword that its grammar would ignore is refused,
+and the message names the keyword: an answer that does not validate is worse than none.
 
-`oneOf` counts as `anyOf` (options that exclude each other mean the same), and objects that list
+`oneOf` counts as `anyOf` (they mean the same if the options exclude each other). Objects that list
 their properties have no others unless `additionalProperties` allows them.
 """
 
@@ -18,9 +18,9 @@ NOTES = frozenset(
     "title description default examples deprecated readOnly writeOnly $schema $id $comment "
     "$defs definitions".split()
 )
-"""Keywords that allow and forbid nothing."""
+"""Keywords that do not constrain anything."""
 ALONE = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
-"""Keywords beside which only `type` and notes are kept."""
+"""Keywords that can be combined only with `type` and notes."""
 STRING = ("pattern", "format", "minLength", "maxLength")
 NUMBER = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 OBJECT = (
@@ -31,9 +31,9 @@ ARRAY = ("items", "prefixItems", "minItems", "maxItems")
 KEPT = frozenset((*NOTES, *ALONE, "type", *STRING, *NUMBER, *OBJECT, *ARRAY))
 NEED_TYPE = {**dict.fromkeys(STRING, ("string",)), **dict.fromkeys(NUMBER, ("number", "integer"))}
 UNKEPT_PATTERN = re.compile(r"\(\?(?!:)|\\[bB]|\\[1-9]")
-"""Lookaround, named and inline groups, word boundaries, references back."""
+"""Lookaround, named and inline groups, word boundaries, backreferences."""
 UNQUOTED = re.compile(r'"|\\[\\nrtfv0cxu]')
-"""What a pattern of a string may not spell, since JSON writes it in another way."""
+"""What a string's pattern must not contain, since JSON escapes it."""
 DEEPEST = 64
 
 
@@ -47,7 +47,7 @@ def check_schema(text: str) -> None:
 
 
 def check_pattern(pattern: str, where: str = "the regular expression") -> None:
-    """Raise `UserError` for what a grammar of regular languages leaves out."""
+    """Raise `UserError` for parts of a pattern that its grammar would ignore."""
     found = UNKEPT_PATTERN.search(pattern)
     if found is not None:
         raise UserError(
@@ -90,7 +90,7 @@ def _check(schema: Any, where: str, depth: int) -> None:
 
 
 def _check_together(schema: dict[str, Any], where: str) -> None:
-    """Refuse keywords of which one would be left out beside the other."""
+    """Raise `UserError` for combinations of keywords of which one would be ignored."""
     asserts = [name for name in schema if name not in NOTES and name != "type"]
     for name in ALONE:
         if name in schema and len(asserts) > 1:

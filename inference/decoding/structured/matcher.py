@@ -1,8 +1,9 @@
-"""An answer's place in its grammar: what may follow, at every node of a draft, and what must.
+"""An answer's place in its grammar: which tokens may follow at every node of a draft, and which
+must follow.
 
-The grammar is walked on the host. A draft's masks are found depth first: a node's token is
-accepted, its children are visited, the token is taken back; so after every walk the place is that
-of the committed text again.
+The grammar is walked on the host. A draft's masks are computed depth first: a node's token is
+accepted, its children are visited, and the token is rolled back. After every walk, the place is
+again that of the committed text.
 
 Legend: N nodes, W = V / 32 words of 32 tokens each, V vocabulary.
 """
@@ -26,7 +27,7 @@ class Matcher:
         self._longest = max(map(len, tokens), default=0)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Move on behind committed tokens, which masks have allowed."""
+        """Advance past committed tokens, which the masks have allowed."""
         for token in tokens:
             if not self._grammar.accept_token(token):
                 raise UserError(
@@ -38,12 +39,12 @@ class Matcher:
     def masks(
         self, words: Tensor, tokens: Sequence[int], children: Sequence[Sequence[int]]
     ) -> None:
-        """Write the tokens allowed behind every node to words [N, W] int32 on the CPU: bit t % 32
-        of word t // 32 stands for token t.
+        """Write the tokens allowed after every node to words [N, W] int32 on the CPU: bit t % 32 of
+        word t // 32 stands for token t.
 
-        tokens [N], children [N]: the nodes of a draft, root first, whose token is committed. Nodes
-        that the grammar does not reach, and end of text, keep all tokens: no rule keeps the first,
-        and nothing follows the second.
+        tokens [N], children [N]: the nodes of a draft, the root first, whose token is committed.
+        All tokens are allowed after nodes that the grammar does not reach, as no rule keeps such
+        nodes, and after end of text, as nothing follows it.
         """
         words.fill_(-1)
         self._visit(0, words, tokens, children)
@@ -61,8 +62,8 @@ class Matcher:
                 self._grammar.rollback(1)
 
     def forced(self, most: int) -> list[int]:
-        """Up to `most` tokens that spell the text that must follow, the longest token at each place
-        first; the answer may be the same text in other tokens."""
+        """Up to `most` tokens that spell the text that must follow, with the longest token at each
+        place. The answer may spell the same text with other tokens."""
         rest = self._grammar.find_jump_forward_string().encode()
         found: list[int] = []
         while rest and len(found) < most:

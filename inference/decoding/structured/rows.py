@@ -1,9 +1,9 @@
 """The grammars of a batch's rows: their masks on the device, and the tokens that they force.
 
-A step with a constrained row has a place at which the host is waited for: the drafted tokens come
-to the host (`ask`), the masks of all nodes are found there while the target verifies (`fill`), and
-what they forbid is taken from the logits (`forbid`). The masks of rows without a grammar allow
-everything. Steps of a batch without a constrained row have none of this.
+A step with a constrained row waits for the host once. The drafted tokens are copied to the host
+(`ask`), the host computes the masks of all nodes while the target verifies (`fill`), and the
+forbidden tokens are removed from the logits (`forbid`). The masks of rows without a grammar allow
+everything. Steps of a batch without a constrained row skip all of this.
 
 Legend: B rows, R rows that are decoded, N nodes, W = ceil(V / 32) words of 32 tokens each, V
 vocabulary.
@@ -21,9 +21,9 @@ from inference.decoding.structured.matcher import Matcher
 
 class RowGrammars:
     """See the module. forced: int64 [B, `FORCED_TOKENS`], the tokens that a row's grammar forces
-    behind its root, -1 behind them; None where the drafter does not ask.
+    after its root, padded with -1; None if the drafter does not need them.
 
-    Buffers are made when the first constrained request comes.
+    Buffers are allocated with the first constrained request.
     """
 
     def __init__(self, rows: int, nodes: int, vocab_size: int, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class RowGrammars:
         """Whether any row has a grammar."""
         return any(matcher is not None for matcher in self._matchers)
 
-    # Who sits where
+    # Assignment of rows
 
     def put(self, row: int, matcher: Matcher | None) -> None:
         """Give a row its grammar, or none."""
@@ -61,12 +61,12 @@ class RowGrammars:
         self.put(source, None)
 
     def clear(self) -> None:
-        """No row has a grammar any more."""
+        """Remove the grammars of all rows."""
         for row in range(len(self._matchers)):
             self.put(row, None)
 
     def accept(self, row: int, tokens: list[int]) -> None:
-        """Committed tokens of a row have come to the host."""
+        """Advance a row's grammar past committed tokens."""
         matcher = self._matchers[row]
         if matcher is not None:
             matcher.accept(tokens)
@@ -74,7 +74,7 @@ class RowGrammars:
     # Before a step
 
     def first_masks(self, rows: list[int]) -> Tensor | None:
-        """The masks [R, 1, W] of the first tokens of `rows`; None where none has a grammar."""
+        """The masks [R, 1, W] of the first tokens of `rows`; None if no row has a grammar."""
         matchers = [self._matchers[row] for row in rows]
         if not any(matchers):
             return None
@@ -85,7 +85,7 @@ class RowGrammars:
         return words.to(self.device)
 
     def force(self) -> None:
-        """Write down what every row's grammar forces next."""
+        """Update `forced` with the tokens that every row's grammar forces next."""
         if self.forced is None or not self.active:
             return
         found = []
@@ -97,13 +97,13 @@ class RowGrammars:
     # Within a step
 
     def ask(self, proposal: Proposal) -> None:
-        """A draft of R rows is there: let the host have it."""
+        """Start copying a draft of R rows to the host."""
         assert self._buffers is not None
         self._buffers.ask(proposal.tokens, proposal.tree.parents)
 
     def fill(self) -> None:
-        """Wait for the draft, find its masks and let the device have them. On the host: no part of
-        a step that is traced (`inference.decoding.execution.compiled`)."""
+        """Wait for the draft, compute its masks and copy them to the device. It runs on the host
+        and is not part of a traced step (`inference.decoding.execution.compiled`)."""
         assert self._buffers is not None
         with disable_proxy_modes_tracing():
             tokens, parents = self._buffers.asked()
@@ -115,7 +115,7 @@ class RowGrammars:
             self._buffers.send(len(tokens))
 
     def forbid(self, logits: Tensor) -> Tensor:
-        """Logits [R, N, V] with -inf at what the masks forbid."""
+        """Logits [R, N, V] with -inf at tokens that the masks forbid."""
         assert self._buffers is not None
         rows, nodes, _ = logits.shape
         return forbid(logits, self._buffers.words[:rows, :nodes])
@@ -126,7 +126,7 @@ class RowGrammars:
 
 
 class _Buffers:
-    """What crosses between host and device, always at the same place. words [B, N, W] int32: the
+    """Buffers for copies between host and device, at fixed addresses. words [B, N, W] int32: the
     masks; host: the same on the host; draft [2, B, N] int64: tokens and parents."""
 
     def __init__(self, rows: int, nodes: int, words: int, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class _Buffers:
         self._size = 0, 0
 
     def ask(self, tokens: Tensor, parents: Tensor) -> None:
-        """tokens [R, N] and parents [1|R, N] to the host."""
+        """Start copying tokens [R, N] and parents [1|R, N] to the host."""
         rows, nodes = self._size = tokens.shape[0], tokens.shape[1]
         self.draft[0, :rows, :nodes].copy_(tokens)
         self.draft[1, :rows, :nodes].copy_(parents.expand(rows, -1))
@@ -151,7 +151,7 @@ class _Buffers:
             self._event.record()
 
     def asked(self) -> list[list[list[int]]]:
-        """The draft's tokens and parents, [2][R][N]."""
+        """Wait for the draft's tokens and parents; returns them, [2][R][N]."""
         if self._event is not None:
             self._event.synchronize()
         rows, nodes = self._size
@@ -159,7 +159,7 @@ class _Buffers:
         return found
 
     def send(self, rows: int) -> None:
-        """The first `rows` masks to the device."""
+        """Copy the first `rows` masks to the device."""
         if self.host is not self.words:
             self.words[:rows].copy_(self.host[:rows], non_blocking=True)
 
@@ -174,7 +174,7 @@ def children_of(parents: list[int]) -> list[list[int]]:
 
 
 def forbid(logits: Tensor, words: Tensor) -> Tensor:
-    """Logits [R, N, V] with -inf where words [R, N, W] int32 lack the token's bit."""
+    """Logits [R, N, V] with -inf at tokens without a bit in words [R, N, W] int32."""
     place = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = (words[..., None] >> place) & 1
     allowed = bits.flatten(-2)[..., : logits.shape[-1]] > 0

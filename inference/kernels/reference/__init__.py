@@ -1,1 +1,1 @@
-"""The meaning of every kernel in plain torch."""
+"""The reference of every kernel in plain torch."""

@@ -1,10 +1,10 @@
-"""The meaning of tree attention in plain torch: slow, obvious, and what runs where Triton does not.
+"""The reference of tree attention in plain torch: slow and simple, used where no kernel runs.
 
 Every node of a row's token tree sees the row's committed tokens and its own ancestors, itself
-included. Keys and values come as the whole preallocated buffers of a layer: row b's committed
-tokens fill slots 0 .. lengths[b]-1, its node i is in slot lengths[b]+i, and whatever lies beyond is
-never looked at. Queries are those of all nodes, or of some: a drafter runs a level of its tree
-behind the levels that lie in its cache.
+included. Keys and values are the whole preallocated buffers of a layer: row b's committed tokens
+fill slots 0 .. lengths[b]-1, its node i is in slot lengths[b]+i, and slots beyond are never used.
+Queries are those of all nodes, or of some: a drafter runs one level of its tree after the levels
+that are in its cache.
 
 Legend: B rows, N nodes, Q queries, S slots, W words, h key/value heads, G query heads per key/value
 head, D head size, Dv value size.
@@ -34,21 +34,21 @@ def tree_attention(
     split_size: int = 256,
     invariant: bool = False,
 ) -> Tensor:
-    """Attention of tree nodes over a slot-addressed cache -> [B, Q, h*G, Dv] as `query`.
+    """Attention of tree nodes over a slot-addressed cache -> [B, Q, h*G, Dv] in `query`'s dtype.
 
-    query [B, h*G, Q, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, the nodes'
-    own entries already written. lengths [B] int64 committed tokens; words [1|B, Q, W] int32: which
-    nodes each query sees, in bits (`heads.api.tree.ancestor_words`), at least as many as there are
-    nodes; depth [1|B, N] int64. at [1|B, Q] int64: the queries' depths; None: they are the nodes,
-    one by one. A key counts `scaling` * its product with the query, bent by softcap * tanh(score /
-    softcap) if `softcap` (Gemma 2). window: only keys less than `window` positions back are seen;
-    committed tokens stand at their slot, node j at lengths + depth[j], query i at lengths + at[i].
-    sinks [h*G]: a learned extra score per query head that takes weight and gives nothing (GPT-OSS).
-    A query that sees nothing gets zeros. split_size: in how large pieces the kernel reads the
-    cache; invariant: its tiles are the same for every number of nodes. Both change rounding only,
-    and nothing here.
+    query [B, h*G, Q, D]; keys [B, h, S, D] and values [B, h, S, Dv] of the same dtype, with the
+    nodes' entries already written. lengths [B] int64: committed tokens; words [1|B, Q, W] int32:
+    bits of the nodes that each query sees (`heads.api.tree.ancestor_words`), at least as many as
+    there are nodes; depth [1|B, N] int64. at [1|B, Q] int64: the queries' depths; None: query i is
+    node i. The score of a key is `scaling` * its product with the query, transformed by softcap *
+    tanh(score / softcap) if `softcap` is given (Gemma 2). window: only keys less than `window`
+    positions back are seen; a committed token's position is its slot, node j's is lengths +
+    depth[j], query i's is lengths + at[i]. sinks [h*G]: a learned extra score per query head that
+    takes weight but has no value (GPT-OSS). A query that sees nothing gets zeros. split_size: size
+    of the pieces in which the kernel reads the cache; invariant: the kernel uses the same tiles for
+    every number of nodes. Both affect only the kernel's rounding, not this reference.
 
-    Computed in float32, in float64 for float64 inputs.
+    Computed in float32, or in float64 for float64 inputs.
     """
     rows, heads, queries, size = query.shape
     key_heads, slots, nodes = keys.shape[1], keys.shape[2], depth.shape[1]
@@ -56,7 +56,7 @@ def tree_attention(
     precise = torch.promote_types(query.dtype, torch.float32)
     seen = visible(lengths, words, depth, slots, window, at)
     written = (torch.arange(slots, device=keys.device) < lengths[:, None] + nodes)[:, None, :, None]
-    # a weight of 0 does not silence what was never written: 0 * NaN is NaN
+    # zero out unwritten slots, as a weight of 0 is not enough: 0 * NaN is NaN
     keys, values = (torch.where(written, x, x.new_zeros(())).to(precise) for x in (keys, values))
     packed = query.to(precise).reshape(rows, key_heads, groups, queries, size)
     scores = torch.einsum("bhgnd,bhsd->bhgns", packed, keys) * scaling
@@ -84,7 +84,7 @@ def visible(
     window: int | None,
     at: Tensor | None = None,
 ) -> Tensor:
-    """Which of S = `slots` each query sees, [B, Q, S] bool; see `tree_attention`."""
+    """The slots, of S = `slots`, that each query sees, [B, Q, S] bool; see `tree_attention`."""
     nodes, queries = depth.shape[1], words.shape[1]
     slot = torch.arange(slots, device=lengths.device)
     node = slot - lengths[:, None]  # [B, S]: which node a slot holds; negative for committed tokens
@@ -103,18 +103,18 @@ def visible(
 
 
 MOST_PARTS = 32
-"""Programs that share the cache of one head of a row: two for each SM of an H100 at 8 heads."""
+"""Most programs that share the cache of one head of a row: two per SM of an H100 at 8 heads."""
 
 
 def parts_of(capacity: int, split_size: int = 256) -> int:
-    """How many programs share a head's cache: one for each split while these are few."""
+    """How many programs share a head's cache: one per split, at most `MOST_PARTS`."""
     return min(MOST_PARTS, -(-capacity // split_size))
 
 
 def workspace_bytes(
     rows: int, heads: int, queries: int, value_dim: int, capacity: int, split_size: int = 256
 ) -> int:
-    """Bytes of float32 scratch of one call of the kernel; layers take turns."""
+    """Bytes of float32 scratch memory of one call of the kernel; layers reuse it."""
     return rows * heads * queries * parts_of(capacity, split_size) * (value_dim + 1) * 4
 
 

@@ -1,5 +1,5 @@
-"""A device's clock, written to memory between the operations of a step: on a CPU the host's own.
-`device_clock.py` holds the Triton kernel."""
+"""A device's clock, written to memory between the operations of a step; on a CPU, the host's clock.
+`device_clock.py` has the Triton kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from heads.kernels.dispatch import Op
 
 
 def write_clock(out: Tensor, place: int) -> None:
-    """Write the time now to `out[place]`: [P] int64, nanoseconds from any beginning."""
+    """Write the time now to `out[place]`: [P] int64, nanoseconds from an arbitrary start."""
     out[place] = time.perf_counter_ns()
 
 

@@ -1,11 +1,11 @@
-"""Top-k, top-p and min-p row by row, in plain torch. `filter_logits.py` holds the Triton kernel.
+"""Top-k, top-p and min-p row by row, in plain torch. `filter_logits.py` has the Triton kernel.
 
 All three keep the tokens whose logit is at least a threshold, so tokens of equal logits are kept or
-removed together: top-k keeps the k best and what equals the last of them; top-p those before which
-less than p of the mass of what top-k has left is strictly better; min-p those that have at least
-that share of the best one's probability.
+removed together. Top-k keeps the k best tokens and those equal to the last of them. Top-p keeps the
+tokens for which the strictly better ones have less than p of the mass that top-k has left. Min-p
+keeps the tokens with at least that share of the best token's probability.
 
-Legend: R rows with settings of their own, M positions of each, V vocabulary.
+Legend: R rows with separate settings, M positions of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def filter_logits(scaled: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tenso
     kth = ordered.gather(-1, (k - 1).clamp(0, scaled.shape[-1] - 1))
     ordered = ordered.masked_fill(ordered < kth, float("-inf"))
     probabilities = ordered.softmax(-1)
-    # mass of what stands before: within equal logits more than that of the strictly better ones,
-    # but the first of them decides for all
+    # mass of the tokens before: among equal logits it exceeds that of the strictly better ones, but
+    # the first of them decides for all
     before = probabilities.cumsum(-1) - probabilities
     kept = torch.where(p < 1, (before < p).sum(-1, keepdim=True), scaled.shape[-1]).clamp(min=1)
     last = ordered.gather(-1, kept - 1)

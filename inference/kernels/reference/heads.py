@@ -1,5 +1,5 @@
-"""The residual blocks of several draft heads at once. `heads_gemm.py` holds the Triton kernel; the
-meaning is Medusa's own (`heads.nn.blocks.residual_blocks`).
+"""The residual blocks of several draft heads at once. `heads_gemm.py` has the Triton kernel; the
+reference is Medusa's implementation (`heads.nn.blocks.residual_blocks`).
 
 Legend: K heads, M rows, H hidden.
 """
@@ -24,11 +24,11 @@ RESIDUAL_BLOCKS = Op(
 
 @contextmanager
 def decoding_kernels(drafter: Any) -> Iterator[None]:
-    """Let a drafter with residual blocks use the kernels' interface within the block."""
+    """Within the block, a drafter with residual blocks uses the kernels' interface."""
     if not hasattr(drafter, "residual_blocks"):
         yield
         return
-    # set by another engine that is in the middle of a run
+    # another engine in the middle of a run may have set it
     before = vars(drafter).get("residual_blocks")
     drafter.residual_blocks = RESIDUAL_BLOCKS
     try:

@@ -1,9 +1,9 @@
 """The position-keyed noise and the pick with it in plain torch (Triton: `noise_pick.py`; C++:
 `noise_pick.h`).
 
-The bits are the definition: every implementation produces exactly these. The Gumbel noise made of
-them may differ by rounding, at most 2 units in the last place of max(1, |g|) between a kernel and
-torch on a CPU; the steps that are compared with each other use one implementation.
+The bits are the definition: every implementation produces exactly these. The Gumbel noise computed
+from them may differ by rounding, at most 2 units in the last place of max(1, |g|) between a kernel
+and torch on a CPU. Steps that are compared with each other use the same implementation.
 
 Legend: B rows, M positions per row, N nodes, V columns of the logits, V' of them with noise.
 """
@@ -51,7 +51,7 @@ def noise_bits(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise float32 [B, M, V'] from `noise_bits`: -log(-log(1 - v)), v in (0, 1).
 
-    Winners are large g, that is small v, where float32 keeps full relative precision; v is capped
+    Winners have large g, that is small v, where float32 has full relative precision; v is capped
     below 1 so that g is finite.
     """
     unsigned = noise_bits(seeds, positions, token_ids).to(torch.int64) & _MASK32
@@ -69,10 +69,10 @@ def noise_pick(
     """Columns [B, N] int64 of the best logits / temperature + g; g = 0 if T = 0 or no seeds.
 
     logits [B, N, V] any float dtype, computed in float32 (float64 in float64); positions [B, N]
-    int64 of the tokens being picked; seeds [B] int64; token_ids [V] int64: the tokens that the
-    columns stand for, None for 0..V-1. Of equal columns the first wins. Columns at -inf never win,
-    unless all are: then column 0 does. A NaN wins over everything, the first one over the others,
-    as in torch.argmax: what produced it should be seen, not hidden.
+    int64 of the tokens being picked; seeds [B] int64; token_ids [V] int64: the tokens of the
+    columns, None for 0..V-1. Of equal columns the first wins. Columns at -inf never win unless all
+    are at -inf; then column 0 wins. As in torch.argmax, the first NaN wins over everything, so that
+    errors become visible.
     """
     if seeds is None or temperature == 0:
         return logits.argmax(-1)

@@ -1,10 +1,10 @@
-"""A matrix product in which a row's result depends neither on the other rows, nor on how many there
-are, nor on its place among them, in plain torch. `row_linear.py` holds the Triton kernel.
+"""A matrix product in which a row's result depends neither on the other rows, nor on their number,
+nor on its place among them, in plain torch. `row_linear.py` has the Triton kernel.
 
-A library's product chooses its tiles by the number of rows, and with them the order of its sums: in
-bfloat16 a pass over six tokens rounds otherwise than six passes over one. Here the library is given
-`TILE` rows every time, as many times as needed, the last ones zeros; where its rows are not alike
-even so, one row.
+A library chooses the tiles of a product by the number of rows, and with them the order of its sums:
+in bfloat16 a pass over six tokens rounds differently from six passes over one. Here the library
+gets `TILE` rows in every call, with zeros to fill the last call. If the result of a row still
+depends on its place, the library gets one row per call.
 
 Legend: M rows, K inputs, O outputs.
 """
@@ -20,15 +20,15 @@ from torch.nn import functional as F
 from heads.kernels.dispatch import FLOATS, Op
 
 TILE = 8
-"""Rows of a product on a CPU, where rows that are not needed cost time: a chain of seven drafts and
-its root."""
+"""Rows of a product on a CPU, where unneeded rows cost time: a chain of seven drafts and its
+root."""
 
 
 class InTiles:
-    """A function of rows [M, ...] -> [M, ...], called on the same number of rows every time.
+    """A function of rows [M, ...] -> [M, ...], always called with the same number of rows.
 
-    Whether the rows of a tile are alike is tried at the first call, with random rows and the same
-    in another order.
+    The first call tests whether a row's result depends on its place in a tile, with random rows and
+    the same rows in another order.
     """
 
     def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
@@ -57,8 +57,8 @@ class InTiles:
 
 
 def row_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [M, K], weight [O, K], bias [O], of one dtype -> [M, O] in that dtype, sums in float32
-    (float64 for float64)."""
+    """rows [M, K], weight [O, K], bias [O], all of one dtype -> [M, O] in that dtype, with sums in
+    float32 (float64 for float64)."""
     return InTiles(lambda part: F.linear(part, weight, bias))(rows)
 
 

@@ -1,2 +1,2 @@
-"""What stands between the network and an application: one HTTP front for `headstart serve` and for
-feature servers. It bounds what a client costs before it has shown its token, and after."""
+"""The HTTP front between the network and an application, used by `headstart serve` and by feature
+servers. It bounds what a client costs, before and after its token is checked."""

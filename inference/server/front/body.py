@@ -1,4 +1,4 @@
-"""Reads the JSON of a request. What cannot be taken is refused with what is wrong with it."""
+"""Reads the JSON of a request. Invalid content is refused with the reason."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 from inference.server.errors import ApiError
 
 MOST_DIGITS = 40
-"""Digits of a whole number; seeds, the largest ones that mean something, have 19."""
+"""Most digits of a whole number; seeds, the largest meaningful ones, have 19."""
 DEEPEST = 64
-"""Levels of lists and objects."""
+"""Most levels of lists and objects."""
 MARKS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
-"""A text, or a bracket outside of texts."""
+"""A text, or a bracket outside texts."""
 
 
 def read_json(body: bytes) -> Any:
-    """The value in a body. Raises `ApiError` (400) for what is no JSON, and for JSON that nobody
-    means: whole numbers of more than `MOST_DIGITS` digits, more than `DEEPEST` levels, texts with
-    half a surrogate pair."""
+    """The value in a body. Raises `ApiError` (400) for invalid JSON, and for JSON that no sensible
+    request contains: whole numbers of more than `MOST_DIGITS` digits, more than `DEEPEST` levels,
+    texts with half a surrogate pair."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _refusal(f"the body is not UTF-8 (byte {error.start}).") from error
-    # few requests have so many brackets, and only those are searched
+    # only the few requests with so many brackets are searched
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(text):
         raise _refusal(f"the body has more than {DEEPEST} levels of lists and objects.")
     try:
         value = json.loads(text, parse_int=_whole, parse_constant=_constant)
     except json.JSONDecodeError as error:
         raise _refusal(f"the body is not JSON ({error.msg}, character {error.pos}).") from error
-    if "\\u" in text:  # only an escape makes half a pair: UTF-8 holds none
+    if "\\u" in text:  # only an escape can give half a pair: UTF-8 contains none
         _require_unicode(value)
     return value
 
@@ -41,7 +41,7 @@ def _refusal(message: str, param: str | None = None) -> ApiError:
 
 
 def _is_deep(text: str) -> bool:
-    """Whether more than `DEEPEST` levels are open at a time; brackets within texts do not count."""
+    """Whether more than `DEEPEST` levels are open at once; brackets within texts do not count."""
     depth = 0
     for found in MARKS.finditer(text):
         sign = found[0]
@@ -65,7 +65,7 @@ def _constant(name: str) -> float:
 
 
 def _require_unicode(value: Any) -> None:
-    """Raise `ApiError` for half a surrogate pair anywhere; it names the parameter."""
+    """Raise `ApiError` for half a surrogate pair anywhere; the error names the parameter."""
     members = value.items() if isinstance(value, dict) else [(None, value)]
     for name, member in members:
         if not _is_unicode(name or ""):

@@ -1,8 +1,9 @@
-"""One connection: reads requests within the limits, has the application answer them.
+"""One connection: reads requests within the limits and lets the application answer them.
 
-HTTP's grammar is h11's. In this order a request must have headers in time, the token, an acceptable
-length, and a body in time; only then does the application hear of it. So what nobody vouches for
-costs no more than its headers, and gives way to others on paths that are open to all.
+h11 parses HTTP. The checks of a request are, in this order: headers in time, the token, an
+acceptable length, a body in time. Only then is the request passed to the application. A request
+without a valid token is not read beyond its headers. On paths that need no token, it yields its
+place to requests with one.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from inference.server.front.site import Message, Site
 
 logger = logging.getLogger(__name__)
 PIECE = 1 << 20
-"""Bytes that are written at a time."""
+"""Most bytes that are written at a time."""
 READ = 1 << 16
 LINGER_SECONDS, LINGER_BYTES = 2.0, 16 << 20
-"""How long, and for how many bytes, a refused client may go on sending: closing at once would
+"""How long, and how many bytes, a refused client may continue to send: closing at once would
 destroy the answer on its way."""
 HEADERS_TOO_LARGE = 431
 MOST_SAID = 300
-"""Characters of a reason, which may quote what was sent."""
+"""Most characters of a reason, which may quote what the client sent."""
 
 
 class Answer:
-    """ASGI's receive and send for one request. begun, complete: how far the answer is."""
+    """ASGI's receive and send for one request. begun, complete: the progress of the answer."""
 
     def __init__(self, connection: Connection, request: h11.Request, body: bytes) -> None:
         self._connection, self._body = connection, [body]
@@ -44,14 +45,14 @@ class Answer:
         self.begun = self.complete = False
 
     async def receive(self) -> Message:
-        """The body, which is here already; then, that the client has left."""
+        """The body, which was read already; after that, the client's disconnect."""
         if self._body:
             return {"type": "http.request", "body": self._body.pop(), "more_body": False}
         await self._connection.left.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """A part of the answer; raises `ClientGoneError`."""
+        """Send a part of the answer; raises `ClientGoneError`."""
         connection = self._connection
         if connection.left.is_set():
             raise ClientGoneError("the client has left")
@@ -67,7 +68,7 @@ class Answer:
 
 class Connection:
     """See the module. peer: host and port, for the application. left: set once the client has
-    gone; closing: no request is read after the one that is being answered."""
+    left; closing: no request is read after the one that is being answered."""
 
     def __init__(
         self,
@@ -80,21 +81,22 @@ class Connection:
         self.site, self.limits, self.seat, self.bodies = site, site.limits, seat, bodies
         self.peer = peer
         self.reader, self.writer = streams
-        # `drain` returns when the system has taken everything (of 0 a TLS transport never would)
+        # `drain` returns when the system has taken everything (with high=0, a TLS transport never
+        # returns)
         self.writer.transport.set_write_buffer_limits(high=1, low=0)
         self.http = h11.Connection(h11.SERVER, self.limits.header_bytes)
         self.closing = False
         self.left = asyncio.Event()
 
     async def serve(self) -> None:
-        """Answer requests until one of both sides ends it."""
+        """Answer requests until either side ends the connection."""
         try:
             while await self._exchange() and not self.closing:
                 self.http.start_next_cycle()
                 self.seat.waiting()
-        except OSError:  # it has gone, or does not read what it asked for
+        except OSError:  # the client has left, or does not read its answer
             self.writer.transport.abort()
-        except asyncio.CancelledError:  # it makes room for others
+        except asyncio.CancelledError:  # ended to make room for others
             self.writer.transport.abort()
             raise
         finally:
@@ -102,7 +104,7 @@ class Connection:
             self.writer.close()
 
     async def _exchange(self) -> bool:
-        """One request and its answer; returns whether another one may follow."""
+        """Handle one request and its answer; returns whether another one may follow."""
         request = None
         try:
             request = await self._head()
@@ -123,7 +125,7 @@ class Connection:
     # The request
 
     async def _head(self) -> h11.Request | None:
-        """The next request's line and headers, None when no request comes; raises `ApiError`."""
+        """The next request's line and headers, None if no request comes; raises `ApiError`."""
         limits = self.limits
         try:
             if not self.http.trailing_data[0]:
@@ -139,7 +141,7 @@ class Connection:
         return event if isinstance(event, h11.Request) else None
 
     async def _event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The client's next event; raises `ApiError` for what is not HTTP."""
+        """The client's next event; raises `ApiError` for invalid HTTP."""
         while True:
             try:
                 event = self.http.next_event()
@@ -156,8 +158,8 @@ class Connection:
             self.http.receive_data(await self.reader.read(READ))
 
     def _require_token(self, request: h11.Request) -> bool:
-        """Whether a request shows the token, or none is needed anywhere; raises `ApiError` where it
-        needs one. What shows none on a path that is open to all may take no place of others."""
+        """Whether a request has the token, or the server needs none; raises `ApiError` if the path
+        needs one. A request without a token on an open path must not take the place of others."""
         secret, path = self.site.secret, request.target.partition(b"?")[0]
         if secret is None:
             return True
@@ -174,7 +176,7 @@ class Connection:
         seconds = self.limits.body_seconds
         large = ApiError(413, f"a request may have {most} bytes.", code="request_too_large")
         length = dict(request.headers).get(b"content-length", b"0")
-        if int(length) > most:  # h11 has seen to it that these are digits
+        if int(length) > most:  # h11 has checked that these are digits
             raise large
         self.seat.waiting()
         body = bytearray()
@@ -197,7 +199,7 @@ class Connection:
     # The answer
 
     async def _answer(self, request: h11.Request, body: bytes) -> bool:
-        """Have the application answer; returns whether it did so in full."""
+        """Let the application answer; returns whether it answered in full."""
         answer, error = Answer(self, request, body), None
         watch = asyncio.create_task(self._watch())
         try:
@@ -207,7 +209,7 @@ class Connection:
         except ClientGoneError:
             raise
         except Exception:
-            # a bug of ours must end one request, not the server, and must not show its insides
+            # a bug must end only this request, not the server, and must not expose internals
             logger.exception("a request failed")
             error = ApiError(500, "the server failed to handle this request.")
         finally:
@@ -219,8 +221,8 @@ class Connection:
         return answer.complete
 
     async def _watch(self) -> None:
-        """Notice that the client leaves. What it sends meanwhile is kept for later, as far as
-        headers go."""
+        """Detect that the client leaves. Data that it sends meanwhile is kept for later, up to the
+        size limit of headers."""
         while len(self.http.trailing_data[0]) <= self.limits.header_bytes:
             data = b""
             with contextlib.suppress(OSError):
@@ -231,7 +233,7 @@ class Connection:
             self.http.receive_data(data)
 
     def _scope(self, request: h11.Request) -> Message:
-        """The request as ASGI says it."""
+        """The request as an ASGI scope."""
         path, _, query = request.target.partition(b"?")
         return {
             "type": "http",
@@ -249,7 +251,7 @@ class Connection:
         }
 
     async def _refuse(self, request: h11.Request | None, error: ApiError) -> None:
-        """Answer with an error, and let the client finish what it is sending, unread."""
+        """Answer with an error, and discard what the client is still sending."""
         self.bodies.release(self.seat)
         method = request.method.decode("ascii") if request is not None else ""
         self.site.refused(method, error, self.seat.client)
@@ -296,7 +298,7 @@ class Connection:
         await self._write(self.http.send(h11.EndOfMessage()))
 
     async def _write(self, data: bytes | None) -> None:
-        """Hand data to the system; raises `ClientGoneError`."""
+        """Write data to the socket; raises `ClientGoneError`."""
         if not data:
             return
         try:

@@ -1,4 +1,4 @@
-"""Clients that share a server fairly: who may come in when it is full, and who is next."""
+"""Fair sharing of a server between clients: admission to a full server, and the order of work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Item = TypeVar("Item")
 
 
 class Place:
-    """A request's place among those that a server holds. displace: ends a request that waits, for
-    another client's; returns False where work on it has begun. None: it has."""
+    """A request's place among those that a server holds. displace: ends a waiting request in favour
+    of another client's; returns False if work on it has begun. None: work has begun."""
 
     def __init__(self, places: Places, client: str) -> None:
         self.client = client
@@ -19,13 +19,13 @@ class Place:
         self._places = places
 
     def leave(self) -> None:
-        """Give the place back; again does nothing."""
+        """Give the place back; a second call does nothing."""
         self._places.remove(self)
 
 
 class Places:
-    """`most` places for requests. In a full server a client with fewer requests takes the place of
-    the newest waiting one of the client with the most. On one thread."""
+    """`most` places for requests. In a full server, a client with fewer requests takes the place of
+    the newest waiting request of the client with the most. Use it on one thread."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -39,7 +39,7 @@ class Places:
         return len(self._of.get(client, ()))
 
     def take(self, client: str) -> Place | None:
-        """A place, None where none is free and none can be made."""
+        """A place; None if none is free and none can be freed."""
         if len(self) >= self.most and not self._make_room(self.count(client) + 1):
             return None
         place = Place(self, client)
@@ -47,7 +47,8 @@ class Places:
         return place
 
     def _make_room(self, least: int) -> bool:
-        """Displace a request of a client that has more than `least`; returns whether one was."""
+        """Displace a request of a client with more than `least`; returns whether one was
+        displaced."""
         for places in sorted(self._of.values(), key=len, reverse=True):
             if len(places) <= least:
                 return False
@@ -58,7 +59,7 @@ class Places:
         return False
 
     def remove(self, place: Place) -> None:
-        """Forget a place, if it still is one."""
+        """Remove a place, if it is still taken."""
         mine = self._of.get(place.client, [])
         if place in mine:
             mine.remove(place)
@@ -67,8 +68,8 @@ class Places:
 
 
 class FairQueue(Generic[Item]):
-    """Items of clients, which take turns; one client's items keep their order. On one thread, or
-    under a lock."""
+    """A queue in which clients take turns; one client's items keep their order. Use it on one
+    thread, or under a lock."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, deque[Item]] = OrderedDict()
@@ -81,13 +82,13 @@ class FairQueue(Generic[Item]):
         self._of.setdefault(client, deque()).append(item)
 
     def get(self) -> Item:
-        """Take the next client's first item; raises `IndexError` when there is none."""
+        """Take the next client's first item; raises `IndexError` if there is none."""
         if not self._of:
             raise IndexError("the queue is empty")
         client, items = self._of.popitem(last=False)
         item = items.popleft()
         if items:
-            self._of[client] = items  # behind the others
+            self._of[client] = items  # after the others
         return item
 
     def clear(self) -> None:

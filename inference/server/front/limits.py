@@ -1,4 +1,4 @@
-"""How much a client may cost: seconds, bytes and connections."""
+"""Limits on what a client may cost: seconds, bytes and connections."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Limits:
 
 
 def connections_within(wanted: int) -> int:
-    """`wanted` connections, or as many as the process has file descriptors for (`ulimit -n`)."""
+    """`wanted` connections, or as many as the process's file descriptors allow (`ulimit -n`)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
     used = 0
-    with contextlib.suppress(OSError):  # no /proc: what is open already is not known
+    with contextlib.suppress(OSError):  # no /proc: the number of open descriptors is not known
         used = sum(1 for _ in Path("/proc/self/fd").iterdir())
     return max(1, min(wanted, soft - used - DESCRIPTORS_KEPT))

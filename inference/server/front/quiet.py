@@ -1,4 +1,4 @@
-"""A log that a stream of bad requests cannot flood: a line per kind and second, with a count."""
+"""A log that bad requests cannot flood: at most one line per kind and second, with a count."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ SECONDS = 1.0
 
 
 class QuietLog:
-    """Logs the first event of a kind at once; those of the next second become a number in the
-    kind's next line. Kinds are our own words, not a client's. Safe to use from several threads."""
+    """Logs the first event of a kind at once and counts those of the next second in the kind's next
+    line. Kinds are words of the server, not of a client. Safe to use from several threads."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger

@@ -1,8 +1,8 @@
-"""Which connections are open, and which one goes when there are too many.
+"""The open connections, and which one is ended if there are too many.
 
-A connection without a complete request costs its client nothing, so it may not keep others out: at
-a limit the one that has been waiting longest is ended for the new one. Connections whose request is
-being answered are never ended for others.
+A connection without a complete request costs its client nothing, so it must not keep others out: at
+a limit, the connection that has waited longest is ended for the new one. Connections whose request
+is being answered are never ended for others.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from inference.server.front.limits import Limits
 
 
 class Seat:
-    """A connection's seat. end: ends the connection; set by whoever took the seat."""
+    """A connection's seat. end: ends the connection; set by the caller that took the seat."""
 
     def __init__(self, seats: Seats, client: str) -> None:
         self.client, self._seats = client, seats
         self.end: Callable[[], object] = lambda: None
 
     def answering(self) -> None:
-        """The connection's request is complete: it cannot be displaced any more."""
+        """Mark the connection's request as complete: it can no longer be displaced."""
         self._seats.settle(self)
 
     def waiting(self) -> None:
-        """The connection waits for its client, from now on."""
+        """Mark the connection as waiting for its client from now on."""
         self._seats.unsettle(self)
 
     def leave(self) -> None:
-        """Give the seat back; again does nothing."""
+        """Give the seat back; a second call does nothing."""
         self._seats.remove(self)
 
 
 class Seats:
-    """Seats for connections, within `limits`. On the event loop's thread.
+    """Seats for connections, within `limits`. Use it on the event loop's thread.
 
-    displaced: connections that were ended for others, so far; refused: new ones that were not let
-    in because all others were being answered.
+    displaced: connections ended for others so far; refused: new connections that were not admitted
+    because all others were being answered.
     """
 
     def __init__(self, limits: Limits, connections: int) -> None:
@@ -45,14 +45,14 @@ class Seats:
         self.displaced = self.refused = 0
         self._counts: dict[str, int] = {}
         self._settled: set[Seat] = set()
-        # the one that has waited longest comes first
+        # the connection that has waited longest comes first
         self._waiting: dict[Seat, None] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._settled)
 
     def take(self, client: str) -> Seat | None:
-        """A seat for a new connection, None where nobody can be displaced for it."""
+        """A seat for a new connection; None if no connection can be displaced for it."""
         fits = self._counts.get(client, 0) < self.of_address or self._displace(client)
         if not fits or (len(self) >= self.connections and not self.displace_one()):
             self.refused += 1
@@ -63,8 +63,8 @@ class Seats:
         return seat
 
     def displace_one(self) -> bool:
-        """End a waiting connection, of the address that has the most of them; returns whether there
-        was one."""
+        """End a waiting connection of the address with the most of them; returns whether there was
+        one."""
         waiting = Counter(seat.client for seat in self._waiting)
         return bool(waiting) and self._displace(waiting.most_common(1)[0][0])
 
@@ -80,7 +80,7 @@ class Seats:
         return oldest is not None
 
     def displace(self, seat: Seat) -> None:
-        """End this connection for the sake of others."""
+        """End this connection in favour of others."""
         self.displaced += 1
         self._end(seat)
 
@@ -100,7 +100,7 @@ class Seats:
             self._waiting[seat] = None
 
     def remove(self, seat: Seat) -> None:
-        """Forget a seat, if it still is one."""
+        """Remove a seat, if it is still taken."""
         if seat in self._waiting or seat in self._settled:
             self._waiting.pop(seat, None)
             self._settled.discard(seat)

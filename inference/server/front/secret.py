@@ -1,4 +1,4 @@
-"""Bearer tokens, and which addresses need one."""
+"""Bearer tokens, and the addresses that need one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Secret:
-    """A bearer token. It is compared in constant time and shows itself nowhere."""
+    """A bearer token. It is compared in constant time and never printed."""
 
     value: bytes
 
@@ -17,7 +17,7 @@ class Secret:
         return "Secret(...)"
 
     def matches(self, header: bytes) -> bool:
-        """Whether the value of an Authorization header carries the token."""
+        """Whether the value of an Authorization header has the token."""
         scheme, _, given = header.partition(b" ")
         same = hmac.compare_digest(given.strip(), self.value)
         return same and scheme.lower() == b"bearer"
@@ -32,8 +32,8 @@ def is_loopback(host: str) -> bool:
 
 
 def client_of(host: str) -> str:
-    """Who counts as one client: an address, of IPv6 its /64 network, which one machine can have
-    all addresses of."""
+    """The client of an address: the address itself; for IPv6 its /64 network, as one machine can
+    have all addresses of it."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,7 +1,7 @@
-"""The listening end: accepts connections within the limits, and ends them.
+"""The listening side: accepts connections within the limits, and ends them.
 
-Connections are accepted here and not by asyncio, which would tell of each failed attempt with a
-traceback, and counts no connection before its TLS handshake is done.
+This module accepts connections itself. asyncio would log a traceback for each failed attempt, and
+would not count a connection before its TLS handshake is done.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from inference.server.front.site import Site
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
 AT_ONCE = 64
-"""Connections that are accepted before other work gets its turn."""
+"""Most connections that are accepted before other work gets its turn."""
 PAUSE_SECONDS = 0.1
-"""Pause after the system could give no connection."""
+"""Pause after the system failed to accept a connection."""
 TLS_END_SECONDS = 1.0
 
 
 def bind(group: str, host: str, port: int) -> socket.socket:
-    """A socket for `<group>.host` and `<group>.port`; raises `UserError` when the address cannot be
-    had."""
+    """A socket for `<group>.host` and `<group>.port`; raises `UserError` if the address is not
+    available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,13 +50,13 @@ def bind(group: str, host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket, tls: bool) -> str:
-    """Where a socket listens."""
+    """The URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class HttpServer:
-    """Serves `site` on a bound socket. All methods belong to one running event loop."""
+    """Serves `site` on a bound socket. Call all methods on one running event loop."""
 
     def __init__(self, site: Site, listening: socket.socket) -> None:
         self.site, self.listening = site, listening
@@ -80,7 +80,7 @@ class HttpServer:
         asyncio.get_running_loop().add_reader(self.listening, self._accept)
 
     async def close(self, seconds: float) -> None:
-        """Accept nothing more, end idle connections, give the others so many seconds."""
+        """Stop accepting, end idle connections, and give the others `seconds` to end."""
         asyncio.get_running_loop().remove_reader(self.listening)
         if self._resumed is not None:
             self._resumed.cancel()
@@ -102,7 +102,7 @@ class HttpServer:
                 return
             except OSError as error:  # no descriptors, no memory
                 if not is_readable(self.listening):
-                    return  # Linux asks for the descriptor first: nobody is waiting
+                    return  # no client waits: Linux allocates the descriptor first
                 self._log.note("connections cannot be accepted", error.strerror or str(error))
                 self.seats.displace_one()
                 loop = asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class HttpServer:
             self._admit(connection, address[:2])
 
     def _admit(self, connection: socket.socket, peer: tuple[str, int]) -> None:
-        """Give a new connection a task, or send it away."""
+        """Start a task for a new connection, or turn it away."""
         connection.setblocking(False)
         before, client = self.seats.displaced, client_of(peer[0])
         seat = self.seats.take(client)
@@ -130,14 +130,14 @@ class HttpServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, connection: socket.socket, seat: Seat, peer: tuple[str, int]) -> None:
-        """A connection from its handshake to its end."""
+        """Serve a connection from its handshake to its end."""
         found: Connection | None = None
         try:
             streams = await self._streams(connection)
             found = Connection(self.site, seat, self.bodies, streams, peer)
             self._open.add(found)
             await found.serve()
-        except OSError:  # no handshake
+        except OSError:  # the handshake failed
             connection.close()
         except Exception:
             logger.exception("a connection failed")
@@ -168,14 +168,14 @@ class HttpServer:
 
 
 def is_readable(listening: socket.socket) -> bool:
-    """Whether a connection waits to be accepted. Takes no descriptor."""
+    """Whether a connection waits to be accepted. It uses no file descriptor."""
     poll = select.poll()
     poll.register(listening, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def turn_away(connection: socket.socket, secured: bool) -> None:
-    """Close a connection for which there is no seat, with an answer where one can be read."""
+    """Close a connection without a seat, with an error response unless it uses TLS."""
     error = ApiError(
         503,
         "all connections that this server, or your address, may have are being answered. Ask again "

@@ -1,4 +1,4 @@
-"""Signals that end a server in order."""
+"""Signals that end a server gracefully."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C, and what service managers and schedulers send."""
+"""Ctrl-C, and the signals of service managers and schedulers."""
 
 
 @contextmanager
 def ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
-    """Within, each of `SIGNALS` calls `end`, which must return at once.
+    """Within the block, each of `SIGNALS` calls `end`, which must return at once.
 
-    Not an exception: it would be raised wherever the main thread happens to be, and Python drops
-    those that are raised in a destructor or in a callback of C. Outside of the main thread Python
-    delivers no signals; nothing is changed there.
+    The handler raises no exception: it would be raised at an arbitrary place of the main thread,
+    and Python drops exceptions that are raised in a destructor or in a callback of C. Python
+    delivers no signals to other threads, so there the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What the front serves: an ASGI application, and what it wants to be asked and told."""
+"""What the front serves: an ASGI application, with its access rules and callbacks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-"""An ASGI application; an `ApiError` that leaves it before its answer begins is the answer."""
+"""An ASGI application. If it raises an `ApiError` before its answer begins, this is the answer."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """An application and its door. open_paths: need no token. refused: told of every request
-    that the front refused, its method (empty: its headers were not read) and its client."""
+    """An application with its limits and access rules. open_paths: paths that need no token.
+    refused: called for every request that the front refused, with its method (empty: its headers
+    were not read), the error and its client."""
 
     app: App
     limits: Limits = field(default_factory=Limits)

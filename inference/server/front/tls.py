@@ -1,4 +1,4 @@
-"""TLS by certificate files, for servers and for their clients."""
+"""TLS from certificate files, for servers and for their clients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from heads.api.errors import UserError
 
 
 def server_context(group: str, certfile: str, keyfile: str) -> ssl.SSLContext | None:
-    """What a server with `<group>.ssl_certfile` and `<group>.ssl_keyfile` speaks; None without
-    them. keyfile: empty where the certificate's file holds the key too. Raises `UserError` for
-    files that are no such pair."""
+    """The TLS context of a server with `<group>.ssl_certfile` and `<group>.ssl_keyfile`; None
+    without them. keyfile: empty if the certificate's file also holds the key. Raises `UserError`
+    for files that are no such pair."""
     if not certfile:
         if keyfile:
             raise UserError(
@@ -33,9 +33,9 @@ def server_context(group: str, certfile: str, keyfile: str) -> ssl.SSLContext | 
 
 
 def client_context(setting: str, cafile: str) -> ssl.SSLContext:
-    """What a client checks servers with: the authorities in `cafile`, or the system's where it is
-    empty. setting: what the file was named by. Raises `UserError` for a file without
-    certificates."""
+    """The TLS context that a client checks servers with: the authorities in `cafile`, or the
+    system's if it is empty. setting: the setting that named the file. Raises `UserError` for a file
+    without certificates."""
     try:
         return ssl.create_default_context(cafile=cafile or None)
     except (OSError, ValueError) as error:
@@ -46,7 +46,7 @@ def client_context(setting: str, cafile: str) -> ssl.SSLContext:
 
 
 def _reason(error: Exception) -> str:
-    """OpenSSL's word for what is wrong, without its source lines."""
+    """OpenSSL's reason for an error, without its source lines."""
     if isinstance(error, ssl.SSLError) and error.reason:
         return error.reason.lower().replace("_", " ")
     return getattr(error, "strerror", None) or str(error)

@@ -1,4 +1,4 @@
-"""Threads that work off the jobs of an event loop, the clients in turn."""
+"""Threads that run jobs of an event loop; clients take turns."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class FairWorkers:
-    """`count` daemon threads. Unlike those of a `ThreadPoolExecutor` they do not hold up the end of
-    the process, and no client's jobs wait for all of another's."""
+    """`count` daemon threads. Unlike those of a `ThreadPoolExecutor`, they do not delay the end of
+    the process, and no client's jobs wait for all jobs of another."""
 
     def __init__(self, count: int, name: str) -> None:
         self._queue: FairQueue[Job] = FairQueue()
@@ -26,7 +26,7 @@ class FairWorkers:
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
     def submit(self, client: str, work: Callable[[], Result]) -> Future[Result]:
-        """Have `work` done. A future that is cancelled before its turn is not worked on."""
+        """Queue `work`. If its future is cancelled before its turn, it does not run."""
         future: Future[Result] = Future()
         with self._changed:
             self._queue.put(client, (future, work))
@@ -34,7 +34,7 @@ class FairWorkers:
         return future
 
     def stop(self) -> None:
-        """End the threads after what they are at; jobs that wait are cancelled."""
+        """End the threads after their current jobs; waiting jobs are cancelled."""
         with self._changed:
             self._stopped = True
             while len(self._queue):
@@ -53,7 +53,7 @@ class FairWorkers:
                 continue
             try:
                 result = work()
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the result gets it
+            except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -66,8 +66,8 @@ async def work_in_turn(
     work: Callable[[], Result],
     displaced: Callable[[], Exception],
 ) -> Result:
-    """What `work` returns, or raises, when it is the turn of the place's client. Until then the
-    place may go to another client: raises `displaced()`."""
+    """Run `work` when it is the turn of the place's client; returns or raises what it does. If the
+    place goes to another client before that, raises `displaced()`."""
     made, lost = workers.submit(place.client, work), False
 
     def displace() -> bool:

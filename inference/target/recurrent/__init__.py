@@ -1,1 +1,1 @@
-"""Targets with recurrent layers: states that verify trees of drafts and take refused ones back."""
+"""Targets with recurrent layers: states that verify draft trees and discard rejected drafts."""

@@ -1,4 +1,4 @@
-"""The cache of a target with recurrent layers: keys and values in slots, states beside them."""
+"""The cache of a target with recurrent layers: keys and values in slots, and recurrent states."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from inference.target.recurrent.states import Key, RecurrentStates, StateShape
 
 
 class RecurrentCache(KVCache):
-    """A `KVCache` whose rows have recurrent states too.
+    """A `KVCache` whose rows also have recurrent states.
 
-    states: what `states.shapes()` of an earlier cache of the same model gave.
+    states: the result of `states.shapes()` of an earlier cache of the same model.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RecurrentCache(KVCache):
         super().commit(tree, lengths, path, accepted, committed)
         self.states.commit(tree, path, committed)
 
-    # What recurrent layers ask transformers' caches. No state is shown to them: a layer that saw
-    # one would take its branch for one token, which knows no trees and changes the state.
+    # What recurrent layers request from transformers' caches. They get no state: a layer with one
+    # would use its branch for one token, which does not support trees and changes the state.
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -64,9 +64,9 @@ class RecurrentCache(KVCache):
         return False
 
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Called before a convolution, which knows its window itself."""
+        """Called before a convolution, which handles its window itself."""
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Called behind a scan, which has stored its state itself."""
+        """Called after a scan, which has stored its state itself."""
         return recurrent_states

@@ -1,8 +1,8 @@
-"""Short causal convolutions along the sequence: each channel's last K inputs, weighted.
+"""Short causal convolutions along the sequence: a weighted sum of each channel's last K inputs.
 
-In a tree the K-1 inputs before a node's own are those of its ancestors, then those that the row has
-committed. Products are summed in float32 and rounded once: what follows (an L2 norm, for example)
-would amplify the rounding of each.
+In a tree, the K-1 inputs before a node's own are those of its ancestors, then those of the row's
+committed tokens. Products are summed in float32 and rounded once: later operations (an L2 norm, for
+example) would amplify the rounding of each product.
 
 Legend: B rows, R rows being prefilled, T prompt tokens, N nodes, C channels, K width.
 """
@@ -22,7 +22,8 @@ from inference.target.recurrent.states import Kind, StateShape
 
 
 def convolution(library: Callable[..., Tensor], mixer: int) -> Callable[..., Tensor]:
-    """What mixer number `mixer` calls in place of `library`, its `causal_conv1d_fn`."""
+    """The function that mixer number `mixer` calls instead of `library`, its
+    `causal_conv1d_fn`."""
 
     def causal_conv1d_fn(
         hidden_states: Tensor,

@@ -1,9 +1,9 @@
 """Zaya's projections to queries, keys and values: two stacked convolutions along the sequence, and
 values of which half is the previous token's (compressed convolutional attention, 2510.04476).
 
-The layer's method asks a cache for states of its own, which know no trees, so it is written anew
-here on the layer's own parts. A node's convolutions see the inputs of its ancestors, then those
-that the row has committed; its delayed half is its parent's.
+The layer's method uses its own states from the cache, which do not support trees, so this module
+reimplements it with the layer's parts. A node's convolutions see the inputs of its ancestors, then
+those of the row's committed tokens; its delayed half is its parent's.
 
 Legend: B rows, T prompt tokens, N nodes, C channels of queries and keys, V channels of the delayed
 half, W inputs before a token's own that the two convolutions reach, h heads, g key heads, d head
@@ -24,7 +24,7 @@ from inference.target.recurrent.states import Kind, StateShape
 
 
 def convolved_projection(module: nn.Module, mixer: int) -> None:
-    """Give a `ZayaCCAProjection`, mixer number `mixer`, a forward pass that knows trees."""
+    """Give a `ZayaCCAProjection`, mixer number `mixer`, a forward pass that supports trees."""
     library = type(module).forward
 
     def forward(
@@ -59,7 +59,7 @@ def convolved_projection(module: nn.Module, mixer: int) -> None:
 
 
 def _mixed(layer: Any, now: PromptPass | TreePass, mixer: int, raw: Tensor) -> Tensor:
-    """Queries and keys [B, C, T] behind both convolutions, from raw [B, C, T]."""
+    """Queries and keys [B, C, T] after both convolutions, from raw [B, C, T]."""
     seen = _with_window(now, mixer, "convolution", raw, layer.conv_kernel_size)
     if isinstance(now, PromptPass) or now.tree.is_chain:
         out: Tensor = layer.conv_qk_grouped(layer.conv_qk_depthwise(seen))
@@ -73,8 +73,8 @@ def _mixed(layer: Any, now: PromptPass | TreePass, mixer: int, raw: Tensor) -> T
 
 
 def _delayed(layer: Any, now: PromptPass | TreePass, mixer: int, hidden: Tensor) -> Tensor:
-    """The half of the values [B, T, V] that is the previous token's projection; before a text
-    stands the projection of zeros, which is the bias."""
+    """The half of the values [B, T, V] that is the previous token's projection. The first token
+    gets the projection of zeros, which is the bias."""
     bias = layer.v_proj_delayed.bias
     projected = layer.v_proj_delayed(hidden)
     projected = projected if bias is None else projected - bias
@@ -91,7 +91,8 @@ def _delayed(layer: Any, now: PromptPass | TreePass, mixer: int, hidden: Tensor)
 def _with_window(
     now: PromptPass | TreePass, mixer: int, kind: str, inputs: Tensor, width: int
 ) -> Tensor:
-    """The rows' last `width` inputs with these [B, C, T] behind them; remembers what follows."""
+    """The rows' last `width` inputs followed by `inputs` [B, C, T]; also stores the new window, or
+    what a commit needs for it."""
     key = now.key(mixer, kind)
     shape = StateShape(Kind.WINDOW, (inputs.shape[1], width), inputs.dtype, inputs.device)
     window = now.states.state(key, shape)

@@ -1,5 +1,5 @@
-"""Decayed sums over what precedes a place, with one decay per head: what a state of rank-one terms
-answers a query (`inference.target.recurrent.states`).
+"""Decayed sums over what precedes a place, with one decay per head: the output of a state of
+rank-one terms for a query (`inference.target.recurrent.states`).
 
 Legend: B rows, h heads, N nodes of a tree or tokens of a prompt, k and v key and value size.
 """
@@ -10,8 +10,9 @@ from torch import Tensor
 
 
 def decay_between(total: Tensor, before: Tensor) -> Tensor:
-    """e^{G_i - G_j} where j is i or precedes it, else 0: [B, h, N, N], from total [B, h, N, 1] and
-    before [1|B, 1, N, N]. Masked before the exponential, which would overflow elsewhere."""
+    """e^{G_i - G_j} if j is i or precedes it, otherwise 0: [B, h, N, N], from total [B, h, N, 1]
+    and before [1|B, 1, N, N]. The mask is applied before the exponential, which could overflow at
+    masked entries."""
     gap = total - total.transpose(-1, -2)
     return gap.masked_fill(~before, float("-inf")).exp()
 

@@ -6,8 +6,8 @@ Along a sequence, with S [k, v] the state, g <= 0 the log decay and beta the rat
     S <- e^g S,    u = beta (v - S^T k),    S <- S + k u^T,    o = S^T q
 
 In Kimi delta attention (2510.26692) g is one number per key channel. For a tree, with G_i the sum
-of g along the path from the root to node i, every node's u follows from those of its ancestors
-alone: with
+of g along the path from the root to node i, every node's u depends only on those of its ancestors.
+With
 
     L_ij = beta_i e^{G_i - G_j} k_i . k_j   for j an ancestor of i,
     w_i  = beta_i (v_i - e^{G_i} S^T k_i),
@@ -33,16 +33,16 @@ from inference.target.recurrent.passes import PackedPass, PromptPass, TreePass, 
 from inference.target.recurrent.states import Kind, StateShape
 
 LEVELS = 16
-"""Up to this depth a tree's system is solved level by level, by products; deeper ones by a
+"""Up to this depth, a tree's system is solved level by level, by products; a deeper one by a
 triangular solver, whose time does not depend on the depth."""
 
 
 def delta_rule(
     library: Callable[..., tuple[Tensor, Tensor | None]], mixer: int, l2norm: Callable[..., Tensor]
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What mixer number `mixer` calls in place of `library`, its rule for many tokens.
+    """The function that mixer number `mixer` calls instead of `library`, its rule for many tokens.
 
-    l2norm: the family's own norm of queries and keys.
+    l2norm: the family's norm of queries and keys.
     """
 
     def rule(
@@ -135,11 +135,11 @@ def _of_nodes(
 
 
 def solve(system: Tensor, wanted: Tensor, depth: int) -> Tensor:
-    """(I + system)^-1 wanted, for a strictly lower triangular system [..., N, N] that is 0 but
+    """(I + system)^-1 wanted, for a strictly lower triangular system [..., N, N] that is 0 except
     between nodes and their ancestors, at most `depth` levels above.
 
-    After d rounds of substitution the nodes down to level d are final. Products of powers, which
-    would need log2(depth) rounds, cancel: with equal keys they lose every digit.
+    After d rounds of substitution, the nodes down to level d are final. Products of powers would
+    need only log2(depth) rounds, but they cancel: with equal keys they lose every digit.
     """
     if depth > LEVELS:
         return torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -4,8 +4,9 @@ With h [C] the state, a in (0, 1) the token's gate and x its gated input:
 
     h <- a h + x,    y = h
 
-RecurrentGemma's block keeps its states as attributes of its modules. It is run as without a cache,
-where it calls its convolution and its scan for any number of tokens; those two are replaced.
+RecurrentGemma's block keeps its states as attributes of its modules. Here it runs as without a
+cache; it then calls its convolution and its scan for any number of tokens, and these two are
+replaced.
 
 Legend: B rows, T prompt tokens, N nodes, C channels, K width of the convolution.
 """
@@ -26,8 +27,8 @@ from inference.target.recurrent.states import Kind, StateShape
 
 
 def recurrent_block(module: Any, mixer: int) -> None:
-    """Give the parts of a `RecurrentGemmaRecurrentBlock`, mixer number `mixer`, functions that know
-    trees."""
+    """Give the parts of a `RecurrentGemmaRecurrentBlock`, mixer number `mixer`, functions that
+    support trees."""
     convolve = convolution(_convolved, mixer)
 
     def forward(self: nn.Conv1d, inputs: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def recurrent_block(module: Any, mixer: int) -> None:
 def _convolved(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: None = None
 ) -> Tensor:
-    """Causal, from nothing before: inputs [B, C, T], weight [C, K] -> [B, C, T]."""
+    """Causal convolution with zeros before: inputs [B, C, T], weight [C, K] -> [B, C, T]."""
     channels, width = weight.shape
     padded = F.pad(inputs, (width - 1, 0))
     return F.conv1d(padded, weight[:, None], bias, groups=channels)

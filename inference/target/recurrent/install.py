@@ -1,10 +1,10 @@
-"""Gives a model's recurrent layers functions that know trees.
+"""Gives a model's recurrent layers functions that support trees.
 
-In most families all mixing along the sequence in such a layer is done by functions of fixed names
-that its forward method finds among its module's globals. Each layer gets a copy of that method with
-other globals, in which those names mean ours; projections, gates, norms and experts stay the
-family's own, and so does every other model of the process. Classes that mix in code of their own
-get other methods, one class at a time.
+In most families, functions with fixed names do all mixing along the sequence of such a layer, and
+the forward method finds them among its module's globals. Each layer gets a copy of that method with
+other globals, in which these names refer to Headstart's functions. Projections, gates, norms and
+experts do not change, and neither does any other model of the process. Classes whose mixing is
+their own code get other methods, one class at a time.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ REPLACED: dict[str, Callable[[Globals, int], Callable[..., Any]]] = {
     "mamba2_chunk_scan": _plain("mamba2_chunk_scan", mamba2),
     "mamba_selective_scan": _plain("mamba_selective_scan", mamba1),
 }
-"""Names in the library's modules, and what makes ours from a module's globals."""
+"""Names in the library's modules, and functions that make the replacements from a module's
+globals."""
 OF_CLASSES: dict[str, Callable[[nn.Module, int], None]] = {
     "MiniMaxLightningAttention": lightning_attention,
     "RecurrentGemmaRecurrentBlock": recurrent_block,
     "ZayaCCAProjection": convolved_projection,
 }
-"""Classes with code of their own, and what replaces their methods."""
+"""Classes whose mixing is their own code, and functions that replace their methods."""
 _MARK = "headstart_mixer"
 
 
 def install(model: nn.Module) -> int:
-    """Replace the functions of every recurrent layer of `model`; returns how many layers that are.
-    A second call changes nothing."""
+    """Replace the functions of every recurrent layer of `model`; returns the number of these
+    layers. A second call changes nothing."""
     found = 0
     for module in model.modules():
         if not hasattr(module, _MARK):
@@ -68,7 +69,7 @@ def install(model: nn.Module) -> int:
 
 
 def _replace(module: nn.Module, number: int) -> bool:
-    """Replace the functions of mixer `number`; False for a module that is none."""
+    """Replace the functions of mixer `number`; returns False if the module is not a mixer."""
     if type(module).__name__ in OF_CLASSES:
         OF_CLASSES[type(module).__name__](module, number)
         return True

@@ -1,12 +1,12 @@
-"""Lightning attention: a matrix per head that decays at a rate of the head's own (2401.04658).
+"""Lightning attention: a matrix per head that decays at the head's rate (2401.04658).
 
 With S [k, v] the state and r > 0 the head's rate:
 
     S <- e^{-r} S + k v^T,    o = S^T q
 
-For a tree the state behind a node is the sum in `inference.target.recurrent.states`, with g = -r,
-a = k and b = v. MiniMax's layer is one method from its projections to its output and takes no state
-for several tokens, so the method is written anew here on the layer's own parts.
+For a tree, the state after a node is the sum in `inference.target.recurrent.states`, with g = -r,
+a = k and b = v. MiniMax's layer is one method from its projections to its output and accepts no
+state for several tokens, so this module reimplements it with the layer's parts.
 
 Legend: R rows being prefilled, B rows, T tokens, N nodes, h heads, k head size.
 """
@@ -24,11 +24,12 @@ from inference.target.recurrent.passes import PackedPass, PromptPass, TreePass, 
 from inference.target.recurrent.states import Kind, StateShape
 
 BLOCK = 256
-"""Tokens of a prompt whose pairs are weighted at once; the state carries what precedes them."""
+"""Tokens of a prompt whose pairs are weighted at once; the state holds what precedes them."""
 
 
 def lightning_attention(module: nn.Module, mixer: int) -> None:
-    """Give a `MiniMaxLightningAttention`, mixer number `mixer`, a forward pass that knows trees."""
+    """Give a `MiniMaxLightningAttention`, mixer number `mixer`, a forward pass that supports
+    trees."""
     library = type(module).forward
 
     def forward(
@@ -54,7 +55,7 @@ def lightning_attention(module: nn.Module, mixer: int) -> None:
 
 
 def _summed(layer: Any, now: PromptPass | TreePass, mixer: int, hidden: Tensor) -> Tensor:
-    """The heads' answers [B, h, T, k] to their queries, in float32 or wider."""
+    """The heads' outputs [B, h, T, k], in float32 or wider."""
     heads, size = layer.num_attention_heads, layer.head_dim
     wide = torch.promote_types(hidden.dtype, torch.float32)
     projected = layer.act_fn(layer.qkv_proj(hidden)).unflatten(-1, (heads, 3 * size))
@@ -77,7 +78,7 @@ def _summed(layer: Any, now: PromptPass | TreePass, mixer: int, hidden: Tensor) 
 def _along_prompt(
     state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, rate: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Answers [R, h, T, k] and the states [R, h, k, k] behind the prompts. valid [R, T] bool:
+    """Outputs [R, h, T, k] and the states [R, h, k, k] after the prompts. valid [R, T] bool:
     padding neither decays a state nor is added to it."""
     found = []
     for start in range(0, valid.shape[1], BLOCK):

@@ -1,12 +1,12 @@
-"""Mamba's recurrence: s numbers per channel, each with a decay of its own (2312.00752).
+"""Mamba's recurrence: s numbers per channel, each with a separate decay (2312.00752).
 
 With h [C, s] the state, A < 0 rates and dt a token's steps per channel:
 
     h <- e^{A dt} h + dt B x,    y = h C + D x
 
-The library's scan starts from zero whatever came before, so prompts are scanned here too. In a tree
-every node's state follows from its parent's, level by level; with few numbers per channel they are
-kept until the commit.
+The library's scan always starts from zero, so this module also scans prompts. In a tree, every
+node's state is computed from its parent's, level by level. As they have few numbers per channel,
+all states are kept until the commit.
 
 Legend: B rows, T prompt tokens, N nodes, C channels, s state size.
 """
@@ -26,7 +26,8 @@ from inference.target.recurrent.states import Kind, StateShape
 
 
 def mamba1(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
-    """What mixer number `mixer` calls in place of `library`, its `mamba_selective_scan`."""
+    """The function that mixer number `mixer` calls instead of `library`, its
+    `mamba_selective_scan`."""
 
     def mamba_selective_scan(
         hidden_states: Tensor,
@@ -42,7 +43,7 @@ def mamba1(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         """hidden_states, dt, z [B, C, T], A [C, s], B and C [B, s, T], D [C] -> output [B, C, T],
-        and a state if asked for."""
+        and a state if requested."""
         now, x = current(), hidden_states
         rest = {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         if now is None:
@@ -84,7 +85,7 @@ def mamba1(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
 
 
 def along_prompt(state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
-    """The states [R, T, C, s] behind every token, from state [R, C, s] and decays, added
+    """The states [R, T, C, s] after every token, from state [R, C, s] and decays, added
     [R, T, C, s]."""
     found = []
     for step in range(decays.shape[1]):
@@ -94,8 +95,8 @@ def along_prompt(state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
 
 
 def along_tree(tree: TokenTree, state: Tensor, decays: Tensor, added: Tensor) -> Tensor:
-    """The states [B, N, C, s] behind every node; decays, added [B, N, C, s]. After round d the
-    nodes down to level d are final."""
+    """The states [B, N, C, s] after every node; decays, added [B, N, C, s]. After round d the nodes
+    down to level d are final."""
     rows = decays.shape[0]
     parents = tree.parents.expand(rows, -1)[..., None, None].expand_as(decays)
     root = (tree.depth == 0).expand(rows, -1)[..., None, None]

@@ -4,7 +4,7 @@ With S [s, p] the state, A < 0 a head's rate and dt a token's step:
 
     S <- e^{A dt} S + dt B x^T,    y = S^T C + D x
 
-For a tree the state behind a node is the sum in `inference.target.recurrent.states`, with g = A dt,
+For a tree, the state after a node is the sum in `inference.target.recurrent.states`, with g = A dt,
 a = B and b = dt x.
 
 Legend: B rows, T prompt tokens, N nodes, h heads, p head size, G groups of B and C, s state size.
@@ -27,7 +27,8 @@ NO_LIMIT = (0.0, float("inf"))
 
 
 def mamba2(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
-    """What mixer number `mixer` calls in place of `library`, its `mamba2_chunk_scan`."""
+    """The function that mixer number `mixer` calls instead of `library`, its
+    `mamba2_chunk_scan`."""
 
     def mamba2_chunk_scan(
         hidden_states: Tensor,
@@ -44,7 +45,7 @@ def mamba2(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         """hidden_states [B, T, h, p], dt [B, T, h], A [h], B and C [B, T, G, s], D [h] -> output
-        [B, T, h, p], and a state if asked for."""
+        [B, T, h, p], and a state if requested."""
         now, x = current(), hidden_states
         if now is None:
             given = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
@@ -54,8 +55,7 @@ def mamba2(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
                 return_final_states=return_final_states,
                 **more,
             )
-        # clamped here, whatever the pass: some families clamp in this form alone, and training
-        # reads this one
+        # clamped here in every pass: some families clamp only in this form, which training uses
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, *dt_limit)
         if isinstance(now, PackedPass):
@@ -89,7 +89,7 @@ def mamba2(library: Callable[..., Any], mixer: int) -> Callable[..., Any]:
             total = ancestors.to(wide) @ decays
             out = weighted_sums(state, queries, keys, values, total, ancestors)
             now.states.add(place, total, left, values)
-            out = out.transpose(1, 2).contiguous()  # some families look at it in another shape
+            out = out.transpose(1, 2).contiguous()  # some families reshape it with view
             out = out if D is None else out + D[:, None] * x.to(wide)
         return (out, state) if return_final_states else out
 

@@ -1,8 +1,8 @@
-"""What the running forward pass is, for layers that carry a state along the sequence.
+"""The kind of the running forward pass, for layers that carry a state along the sequence.
 
-Their functions (`inference.target.recurrent.mixers`) ask here which of three a pass is: prompts
-that are read into rows of a cache, a tree of drafts behind committed rows, or packed documents
-without a cache. Without any, the library's own functions run.
+Their functions (`inference.target.recurrent.install`) look up the running pass here. It is one of
+three: prompts that are read into rows of a cache, a draft tree after committed rows, or packed
+documents without a cache. If there is none, the library's own functions run.
 
 Legend: B rows, R rows being prefilled, T positions, N nodes, K width of a convolution, S segments.
 """
@@ -31,7 +31,7 @@ class _CachedPass:
     _calls: Counter[tuple[int, str]] = field(default_factory=Counter, init=False)
 
     def key(self, mixer: int, kind: str) -> Key:
-        """Where a mixer's next state of a kind lies: a mixer that calls one function several times
+        """The key of a mixer's next state of a kind. A mixer that calls one function several times
         in a pass (Zamba, once per head) has as many states."""
         call = self._calls[mixer, kind]
         self._calls[mixer, kind] += 1
@@ -42,8 +42,8 @@ class _CachedPass:
 class PromptPass(_CachedPass):
     """Right-padded prompts, or their next chunk.
 
-    rows [R] int64: of the cache; valid [R, T] bool: tokens, not padding; fresh: nothing of these
-    prompts was read before.
+    rows [R] int64: of the cache; valid [R, T] bool: tokens, not padding; fresh: this is the
+    beginning of the prompts.
     """
 
     rows: Tensor
@@ -62,13 +62,13 @@ class PromptPass(_CachedPass):
 
 @dataclass
 class TreePass(_CachedPass):
-    """The nodes of a tree, behind every row of the cache."""
+    """The nodes of a tree, after every row of the cache."""
 
     tree: TokenTree
     _back: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def back(self, width: int) -> Tensor:
-        """`inputs_along_paths` of the tree, made once per width."""
+        """`inputs_along_paths` of the tree, computed once per width."""
         if width not in self._back:
             self._back[width] = inputs_along_paths(self.tree, width)
         return self._back[width]
@@ -76,24 +76,25 @@ class TreePass(_CachedPass):
 
 @dataclass
 class PackedPass:
-    """Documents that lie behind one another in rows of T positions, without a cache.
+    """Consecutive documents in rows of T positions, without a cache.
 
-    A recurrence does not stop at a document's end, so each document is read as a row of its own.
-    Those of like length are padded together; padding stands behind a document and changes nothing
-    in it.
+    A recurrence does not stop at a document's end, so each document is read as a separate row.
+    Documents of similar length are padded together; padding follows a document and does not change
+    it.
     """
 
     groups: list[tuple[Tensor, Tensor]]
-    """Of every group: where its documents' positions stand in the rows, one row behind the other,
-    [S, longest] int64, and which of them are no padding, [S, longest] bool."""
+    """For every group: the places of its documents' positions in the concatenated rows,
+    [S, longest] int64, and which of them are not padding, [S, longest] bool."""
     inverse: Tensor
-    """Where every position [B T] int64 stands among those of all groups without their padding."""
+    """The place of every position [B T] int64 among those of all groups without padding."""
 
     @classmethod
     def of(cls, segments: Tensor) -> PackedPass | None:
-        """From `segments` [B, T]: equal neighbours are one document. None where every row is one.
+        """The pass for `segments` [B, T], in which equal neighbours are one document. None if every
+        row is one document.
 
-        Asks the device for the lengths.
+        It reads the lengths from the device.
         """
         length = segments.shape[1]
         starts = torch.ones_like(segments, dtype=torch.bool)
@@ -116,8 +117,8 @@ class PackedPass:
         return cls(groups, inverse)
 
     def apart(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`function` of every document: inputs [B, T, ...] are handed over as [S, longest, ...];
-        what it gives in that form comes back as [B, T, ...]."""
+        """Apply `function` to every document: it gets the inputs [B, T, ...] as [S, longest, ...],
+        and its results in that form are returned as [B, T, ...]."""
         rows, length = inputs[0].shape[:2]
         flat = [value.flatten(0, 1) for value in inputs]
         found = [function(*(value[index] for value in flat))[valid] for index, valid in self.groups]
@@ -131,7 +132,7 @@ _RUNNING: ContextVar[Pass | None] = ContextVar("headstart_recurrent_pass", defau
 
 @contextmanager
 def running(now: Pass | None) -> Iterator[None]:
-    """Make `now` the pass that recurrent layers follow."""
+    """Within the block, recurrent layers follow the pass `now`."""
     token = _RUNNING.set(now)
     try:
         yield
@@ -140,5 +141,5 @@ def running(now: Pass | None) -> Iterator[None]:
 
 
 def current() -> Pass | None:
-    """The running pass; None: the library's own functions are to run."""
+    """The running pass; None: the library's own functions run."""
     return _RUNNING.get()

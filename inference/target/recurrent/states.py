@@ -1,24 +1,24 @@
-"""What recurrent layers keep of a row: the committed states of a cache, and what a verification
-would add to them.
+"""The states of recurrent layers: the committed states of a cache, and what a verification would
+add to them.
 
-A verification changes no state. It leaves the inputs of its nodes, and `commit` folds those of the
-accepted path into the states: refused drafts never were in them, and there is one state per row,
-none per node. There are three kinds of states.
+A verification changes no state. It stores the inputs of its nodes, and `commit` adds those of the
+accepted path to the states. So rejected drafts never enter a state, and there is one state per row,
+not per node. There are three kinds of states.
 
 * WINDOW [C, M]: the last M inputs of a convolution.
 * RANK_ONE [h, k, v]: a matrix S per head to which every token adds one of rank one. With g_j <= 0
-  the log decay of node j and G_i its sum along the path from the root to node i, the state behind
+  the log decay of node j and G_i its sum along the path from the root to node i, the state after
   node i is
 
       S_i = e^{G_i} S + sum over the path's nodes j of e^{G_i - G_j} a_j b_j^T
 
   (gated delta rule, 2412.06464; with a decay per key channel, Kimi delta attention, 2510.26692;
   Mamba-2, 2405.21060). All exponents are <= 0.
-* BY_NODE [C, s]: so few numbers that a verification keeps the state behind every node (Mamba-1,
+* BY_NODE [C, s]: few enough numbers that a verification keeps the state after every node (Mamba-1,
   2312.00752).
 
-As with keys (`inference.target.kv_cache`), shapes are seen from the first pass alone, and states of
-one shape lie in one buffer, so that a commit is one operation for all of them.
+As with keys (`inference.target.kv_cache`), the shapes are known only from the first pass, and
+states of one shape share one buffer, so that a commit is one operation for all of them.
 
 Legend: L layers of a buffer, B rows, N nodes, D the tree's deepest level, C channels, M entries of
 a window, h heads, k and v key and value size, s state size.
@@ -49,9 +49,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class StateShape:
-    """One state of a row: its kind, its sizes behind the row, where it lies. Of RANK_ONE: how many
-    heads the vectors a have, where several of the state's share one (0: as many), and how many
-    numbers a decay has."""
+    """One state of a row: its kind, its sizes without the row, dtype and device. For RANK_ONE:
+    left_heads: heads of the vectors a, if several heads of the state share one (0: as many as the
+    state); decay_size: numbers of a decay."""
 
     kind: Kind
     sizes: tuple[int, ...]
@@ -62,12 +62,12 @@ class StateShape:
 
     @property
     def bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
     @property
     def node_bytes(self) -> int:
-        """What a verification keeps of one node of a row."""
+        """Bytes that a verification keeps per node of a row."""
         if self.kind == Kind.BY_NODE:
             return self.bytes
         if self.kind == Kind.WINDOW:
@@ -79,7 +79,7 @@ class StateShape:
 
 @dataclass
 class _Group:
-    """States [L, B, ...] of one shape, and whose they are."""
+    """States [L, B, ...] of one shape, and their keys."""
 
     shape: StateShape
     states: Tensor
@@ -99,7 +99,7 @@ class RecurrentStates:
         self._added: dict[Key, tuple[Tensor, ...]] = {}
 
     def state(self, key: Key, shape: StateShape) -> Tensor:
-        """The committed state [B, ...] of a key; zeros when it is first asked for."""
+        """The committed state [B, ...] of a key; zeros on first access."""
         if key not in self._places:
             self._place(key, shape)
         group, place = self._places[key]
@@ -118,21 +118,21 @@ class RecurrentStates:
         self._places |= {known: (group, place) for place, known in enumerate(keys)}
 
     def shapes(self) -> dict[Key, StateShape]:
-        """Of all states, for the next cache."""
+        """The shapes of all states, for the next cache."""
         return {key: group.shape for key, (group, _) in self._places.items()}
 
     def add(self, key: Key, *inputs: Tensor) -> None:
-        """Remember what a verification would add to a state.
+        """Store what a verification would add to a state.
 
-        WINDOW: the committed window with the nodes' inputs behind it [B, C, M+N]. RANK_ONE: decays
-        G [B, h, N, k|1], a [B, g, N, k] for g heads of which each serves h / g of the state's, b
+        WINDOW: the committed window followed by the nodes' inputs [B, C, M+N]. RANK_ONE: decays G
+        [B, h, N, k|1], a [B, g, N, k] for g heads, each shared by h / g heads of the state, b
         [B, h, N, v]. BY_NODE: states [B, N, C, s].
         """
         self._added[key] = inputs
 
     def commit(self, tree: TokenTree, path: Tensor, count: Tensor) -> None:
-        """Take over the first count [B] nodes of path [B, D+1] of the last verification; rows that
-        commit none stay as they are."""
+        """Add the first count [B] nodes of path [B, D+1] of the last verification; rows that commit
+        none do not change."""
         last = path.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
         end = _End.of(tree, last)
         for group in self._groups:
@@ -162,13 +162,13 @@ class RecurrentStates:
         return sum(group.states.nbytes for group in self._groups)
 
     def added_bytes(self) -> int:
-        """Bytes held until the commit of the last verification."""
+        """Bytes held until the last verification is committed."""
         return sum(tensor.nbytes for inputs in self._added.values() for tensor in inputs)
 
 
 @dataclass
 class _End:
-    """Where each row's accepted path ends: node [B] int64, whether it holds a node [B, N] bool."""
+    """The end of each row's accepted path: node [B] int64; path [B, N] bool: the nodes on it."""
 
     node: Tensor
     path: Tensor
@@ -181,7 +181,7 @@ class _End:
         return cls(node, ancestors[row, node], tree)
 
     def pick(self, values: Tensor, dim: int) -> Tensor:
-        """The end's entry of values [L, B, ...], whose nodes lie along `dim`, which goes."""
+        """The end's entry of values [L, B, ...], with the nodes along `dim`, which is removed."""
         shape = [1] * values.dim()
         shape[1] = -1
         sizes = list(values.shape)
@@ -190,7 +190,7 @@ class _End:
 
 
 def _window_after(states: Tensor, end: _End, inputs: Tensor) -> Tensor:
-    """inputs [L, B, C, M+N] -> windows [L, B, C, M] that end with the path's last input."""
+    """Inputs [L, B, C, M+N] -> windows [L, B, C, M] that end with the path's last input."""
     back = inputs_along_paths(end.tree, states.shape[-1] + 1)[:, :, 1:]
     row = torch.arange(end.node.shape[0], device=end.node.device)
     wanted = back.expand(len(row), -1, -1)[row, end.node]
@@ -200,7 +200,7 @@ def _window_after(states: Tensor, end: _End, inputs: Tensor) -> Tensor:
 def _rank_one_after(
     states: Tensor, end: _End, decay: Tensor, left: Tensor, right: Tensor
 ) -> Tensor:
-    """The sum in the module's text, for the path's last node: [L, B, h, k, v]."""
+    """The sum in the module's docstring, for the path's last node: [L, B, h, k, v]."""
     total = end.pick(decay, 3)
     share = total[:, :, :, None] - decay
     share = share.masked_fill(~end.path[None, :, None, :, None], float("-inf")).exp()
@@ -213,7 +213,7 @@ def _rank_one_after(
 
 
 def _node_state(states: Tensor, end: _End, nodes: Tensor) -> Tensor:
-    """nodes [L, B, N, C, s] -> [L, B, C, s]."""
+    """Nodes' states [L, B, N, C, s] -> [L, B, C, s]."""
     return end.pick(nodes, 2)
 
 
@@ -225,9 +225,9 @@ _AFTER: dict[Kind, Callable[..., Tensor]] = {
 
 
 def inputs_along_paths(tree: TokenTree, width: int) -> Tensor:
-    """Where the inputs of a convolution of width K stand for each node, [1|B, N, K] int64: the node
-    itself last, before it what is 1 .. K-1 steps back along its path, as places in the row's last
-    K-1 committed inputs with the nodes' inputs behind them."""
+    """The places of the inputs of a convolution of width K for each node, [1|B, N, K] int64. The
+    node itself is last; before it are the inputs 1 .. K-1 steps back along its path. Places count
+    the row's last K-1 committed inputs, followed by the nodes' inputs."""
     device, root = tree.parents.device, width - 1
     nodes = torch.arange(tree.num_nodes, device=device)
     if tree.is_chain:
@@ -236,7 +236,7 @@ def inputs_along_paths(tree: TokenTree, width: int) -> Tensor:
     found = [place]
     for _ in range(width - 1):
         above = root + tree.parents.gather(1, (place - root).clamp(min=0))
-        # behind the root come the committed inputs, the latest first
+        # before the root are the committed inputs, the latest first
         place = torch.where(place > root, above, place - 1)
         found.insert(0, place)
     return torch.stack(found, -1)
