@@ -13,7 +13,7 @@ import json
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,7 +177,11 @@ class Relay:
 
     async def _pass(self, scope: Message, passing: Passing, send: Send) -> None:
         path, query = scope["raw_path"], scope["query_string"]
-        url = self.base + (path + (b"?" + query if query else b"")).decode("ascii")
+        if not path.startswith(b"/"):  # it must not become a part of the engine's address
+            raise ApiError(400, "the request's target must be a path.", code="invalid_http")
+        address = httpx.URL(self.base)
+        whole = address.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
+        url = address.copy_with(raw_path=whole)
         headers = [
             (name, value)
             for name, value in scope["headers"]
@@ -192,18 +196,20 @@ class Relay:
         except httpx.HTTPError as error:
             why = f"the engine at {self.base} does not answer ({type(error).__name__})"
             raise ApiError(502, f"{why}.", code="engine_unreachable") from error
-        try:
-            reader = await self._answer(answer, send)
-        finally:
-            await answer.aclose()
-        if passing.sampled is not None and answer.status_code == httpx.codes.OK:
-            self._sample(scope, passing.sampled, reader.end())
-
-    async def _answer(self, answer: httpx.Response, send: Send) -> AnswerReader:
-        """Send what the engine answers, and read it."""
-        headers = [(n.lower(), v) for n, v in answer.headers.raw if n.lower() not in OWN_HEADERS]
         kind = answer.headers.get("content-type", "")
         reader = AnswerReader(kind.startswith("text/event-stream"))
+        whole = False
+        try:
+            await self._answer(answer, reader, send)
+            whole = True
+        finally:  # a client that has its text may leave before the engine has closed the stream
+            if passing.sampled is not None and answer.status_code == httpx.codes.OK:
+                self._sample(scope, passing.sampled, reader.end(), whole)
+            await answer.aclose()
+
+    async def _answer(self, answer: httpx.Response, reader: AnswerReader, send: Send) -> None:
+        """Send what the engine answers, and read it."""
+        headers = [(n.lower(), v) for n, v in answer.headers.raw if n.lower() not in OWN_HEADERS]
         status = answer.status_code
         await send({"type": "http.response.start", "status": status, "headers": headers})
         try:
@@ -214,12 +220,10 @@ class Relay:
             self._log.note("an answer broke off", f"{self.base}, {type(error).__name__}")
             raise ApiError(502, "the engine has broken off its answer.") from error
         await send({"type": "http.response.body", "body": b""})
-        return reader
 
-    def _sample(self, scope: Message, asked: Json, choices: Iterable[Choice]) -> None:
-        """Keep the choices of an answer."""
-        choices = list(choices)
-        if not choices:
+    def _sample(self, scope: Message, asked: Json, choices: Sequence[Choice], whole: bool) -> None:
+        """Keep the choices of an answer that have ended. whole: the answer has, too."""
+        if whole and not choices:
             why = "sampling needs vLLM 0.10.2 or newer (return_token_ids)"
             self._log.note("an answer has no token ids", why)
         heat = asked.get("temperature")

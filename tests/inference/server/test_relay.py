@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -203,7 +204,7 @@ def test_other_paths_pass_and_so_do_errors_and_queries(served: Running, before: 
         httpx.get(f"{before.base}/v1/models").json() == httpx.get(f"{served.base}/v1/models").json()
     )
     assert "headstart_requests_total" in httpx.get(f"{before.base}/metrics").text
-    for path in ("/nothing?here=1", "/v1/models/none"):
+    for path in ("/nothing?here=1", "/v1/models/none", "/v1//models", "/%2e%2e/x%3Fy"):
         own, passed = (httpx.get(base + path) for base in (served.base, before.base))
         assert (own.status_code, own.json()) == (passed.status_code, passed.json()) and own.is_error
     broken = httpx.post(f"{before.base}/v1/completions", content=b"{")
@@ -225,6 +226,15 @@ def test_a_relay_may_want_a_token_of_its_own(
         assert httpx.get(f"{guarded.base}/health").status_code == 200
         headers = {"Authorization": "Bearer a-token-of-sixteen"}
         assert httpx.get(f"{guarded.base}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "line", [b"@127.0.0.1:1/v1", b"http://127.0.0.1:1/v1", b".elsewhere/v1", b"*"]
+)
+def test_a_request_cannot_name_another_host(before: Relayed, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", httpx.URL(before.base).port or 0), 20) as client:
+        client.sendall(b"GET " + line + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 400")
 
 
 def test_an_engine_that_does_not_answer_is_said_to_be_so(engine: Engine, tmp_path: Path) -> None:
