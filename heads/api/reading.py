@@ -52,8 +52,8 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def refusing(name: str, advice: str, *errors: type[BaseException]) -> Iterator[None]:
-    """Turn `errors` of the block into a `UserError`: `name` cannot be read, the reason, `advice`.
-    """
+    """Turn `errors` of the block into a `UserError`: `name` cannot be read, the reason,
+    `advice`."""
     try:
         yield
     except UserError:
@@ -161,8 +161,8 @@ def read_yaml_object(path: Path, advice: str = ADVICE) -> dict[str, Any]:
 
 
 def require_object(values: Any, name: str, advice: str = ADVICE) -> dict[str, Any]:
-    """Return `values` if they are a mapping whose keys are all text; raises `UserError` otherwise.
-    """
+    """Return `values` if they are a mapping whose keys are all text; raises `UserError`
+    otherwise."""
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{name} is broken: it holds {shown(values)} in place of keys. {advice}")
     return dict(values)

@@ -71,8 +71,8 @@ def write_back(state: Any, part: Any, count: int) -> None:
 
 
 def _over(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`state` with `change` applied to all its tensors; parts that rows share stay the same object.
-    """
+    """`state` with `change` applied to all its tensors; parts that rows share stay the same
+    object."""
     if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, (list, tuple)):

@@ -109,8 +109,8 @@ class TargetWeights:
     rotary: Rotary | None = None
     """Its rotary positions; None when it has none, or several (local and global layers)."""
     windows: tuple[int, ...] = ()
-    """Per layer, how many latest positions its attention sees; 0: all. Empty: all, in all layers.
-    """
+    """Per layer, how many latest positions its attention sees; 0: all. Empty: all, in all
+    layers."""
 
     def embed(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The embeddings [..., H] of tokens [...], in `dtype` if given."""

@@ -213,8 +213,8 @@ DraftShape = TokenTree | DynamicShape | DartreeShape
 
 
 def one_path(shape: DraftShape, device: torch.device) -> TokenTree:
-    """The tree that a drafter with one continuation fills; for dynamic shapes, a chain that fits.
-    """
+    """The tree that a drafter with one continuation fills; for dynamic shapes, a chain that
+    fits."""
     if isinstance(shape, TokenTree):
         return shape
     return TokenTree.chain(min(shape.max_depth, shape.nodes - 1), device)

@@ -203,8 +203,8 @@ class PartWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write waiting answers; signals are held, so that every row is either waiting or written.
-        """
+        """Write waiting answers; signals are held, so that every row is either waiting or
+        written."""
         self._last = time.monotonic()
         if not self._waiting:
             return
@@ -260,8 +260,8 @@ Ranges = list[tuple[Path, int, int]]
 
 
 def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str, int]]:
-    """The parts' ranges, each row's status [total] (1 + place in STATUSES), and what was truncated.
-    """
+    """The parts' ranges, each row's status [total] (1 + place in STATUSES), and what was
+    truncated."""
     status = np.zeros(total, dtype=np.uint8)
     ranges: Ranges = []
     rows, truncated = 0, {"rows": 0, "tokens": 0}
@@ -321,8 +321,8 @@ def _write_shards(
 
 
 def _write_failures(out: Path, ranges: Ranges, rest: NDArray[np.int64], size: int) -> Counter[str]:
-    """Write failures.jsonl, a line per row without an answer; returns how often each reason occurs.
-    """
+    """Write failures.jsonl, a line per row without an answer; returns how often each reason
+    occurs."""
     reasons: Counter[str] = Counter()
     partial = out / (FAILURES + ".partial")
     with partial.open("w", encoding="utf-8") as file:

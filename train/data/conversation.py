@@ -1,4 +1,5 @@
-"""Which parts of a conversation are rendered, answered and supervised, and how long ones are cut."""
+"""The parts of a conversation that are rendered, answered and supervised, and how long ones are
+cut."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
 
 
 def without_thinking(text: str) -> str:
-    """A turn's text without its reasoning, also if the template's prompt has opened the reasoning.
-    """
+    """A turn's text without its reasoning, also if the template's prompt has opened the
+    reasoning."""
     return OPENED_BY_THE_PROMPT.sub("", THINKING.sub("", text), count=1)
 
 

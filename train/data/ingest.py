@@ -119,8 +119,8 @@ class Reader:
         self.reserves = is_reserving(self.data)
 
     def read(self, state: dict[str, Any], progress: Callable[[int], None]) -> Mixture:
-        """Read from the position in `state` (input/state.json) to the end, and keep it up to date.
-        """
+        """Read from the position in `state` (input/state.json) to the end, and keep it up to
+        date."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
         _cut(self.folder / HELD, state["held_out"] * 8)
@@ -332,8 +332,8 @@ def is_input_of(folder: Path, data: DataConfig, held_out: HeldOutIndex | None) -
 
 
 def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
-    """Hash of all that decides the rows: sources, their files' sizes and times, what is left out.
-    """
+    """Hash of all that decides the rows: sources, their files' sizes and times, what is left
+    out."""
     names = ("deduplicate", "near_share", "decontaminate", "seed", "limit")
     content: list[Any] = [getattr(data, name) for name in names]
     for source in data.sources:

@@ -29,8 +29,8 @@ from train.data.tables import BadRowError
 UNUSABLE = (1 << 64) - 1
 """Stands for the conversation of a row that has no prompt."""
 LEAST = {"bench": 2, "validation": 2}
-"""Prompts that a measurement needs: one of them warms up. (Rounds measure on validation prompts.)
-"""
+"""Prompts that a measurement needs: one of them warms up. (Rounds measure on validation
+prompts.)"""
 FEWEST = {"bench": 2, "validation": 1}
 """The same if half of the conversations are fewer than `LEAST`: tau alone needs no warm-up."""
 VERDICTS = {"bench": BENCH, "validation": VALIDATION}

@@ -36,8 +36,8 @@ Place = dict[str, Any]
 
 
 class TableRows:
-    """The rows of a table with random access, in a given order. A place: the number of rows read.
-    """
+    """The rows of a table with random access, in a given order. A place: the number of rows
+    read."""
 
     def __init__(self, table: tables.Table, numbers: Any) -> None:
         self.table, self.numbers = table, numbers

@@ -69,8 +69,8 @@ class FetchedFeatures:
         self._asked = -1
 
     def arrived(self, batches: list[PackedBatch], step: int, stopping: Callable[[], bool]) -> bool:
-        """Wait for a step's features or their failure; returns False if `stopping` is true first.
-        """
+        """Wait for a step's features or their failure; returns False if `stopping` is true
+        first."""
         self._look_ahead(step)
         begun = time.perf_counter()
         try:

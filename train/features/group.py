@@ -256,8 +256,8 @@ class GroupSource:
 
 
 def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
-    """Answer requests until every trainer has sent BYE; returns whether all ended without failure.
-    """
+    """Answer requests until every trainer has sent BYE; returns whether all ended without
+    failure."""
     link = _links[0]
     key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}

@@ -169,8 +169,8 @@ def split(rows: Sequence[Row], config: LearnConfig) -> Split:
 
 
 def write_cycle(samples: Path, sampled: Sampled, parts: Split, out: Path) -> None:
-    """Write a cycle's records and held-out prompts to `out`; files of an earlier try are replaced.
-    """
+    """Write a cycle's records and held-out prompts to `out`; files of an earlier try are
+    replaced."""
     for name, prompts in parts.held_out.items():
         lines = "".join(json.dumps(prompt.to_line()) + "\n" for prompt in prompts)
         write_bytes(out / name, lines.encode())

@@ -25,8 +25,8 @@ OWN_SEEDS = 1 << 40
 
 @dataclass(frozen=True)
 class Generated:
-    """The cost of one call. step: the trainer's; refreshed: the refresh before the rollout, if any.
-    """
+    """The cost of one call. step: the trainer's; refreshed: the refresh before the rollout, if
+    any."""
 
     step: int
     tau: float

@@ -71,8 +71,8 @@ class ModuleChain:
         return found
 
     def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:
-        """State after prefill. Its output [B, 1, E, H] is that of each module in the last column.
-        """
+        """State after prefill. Its output [B, 1, E, H] is that of each module in the last
+        column."""
         (batch, width), used = seen.tokens.shape, self.modules[: plan.max_depth]
         slots = max(capacity, width) + plan.room + 1
         caches = [module.attention.new_cache(batch, slots) for module in used]

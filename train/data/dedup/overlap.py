@@ -58,8 +58,8 @@ def joined(texts: Sequence[Bytes]) -> Bytes:
 
 
 class PromptIndex:
-    """An index of prompts to find in rows. It takes about ten bytes of memory per letter of them.
-    """
+    """An index of prompts to find in rows. It takes about ten bytes of memory per letter of
+    them."""
 
     def __init__(self, prompts: Sequence[Asked], share: float) -> None:
         """share: the part of a prompt's own shingles from which on a row repeats it nearly."""

@@ -1,5 +1,5 @@
-"""The trainer's client of feature servers: requests go to each in turn and are retried elsewhere.
-"""
+"""The trainer's client of feature servers: requests go to each in turn and are retried
+elsewhere."""
 
 from __future__ import annotations
 

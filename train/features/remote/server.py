@@ -145,8 +145,8 @@ class FeatureServer:
 
     @contextmanager
     def _place_of(self, client: str) -> Iterator[Place]:
-        """A place among the requests that are held, for a block; raises `ApiError` if none is free.
-        """
+        """A place among the requests that are held, for a block; raises `ApiError` if none is
+        free."""
         place = self._places.take(client)
         if place is None:
             raise busy(f"{len(self._places)} requests run or wait")

@@ -88,8 +88,8 @@ def precision_of(features: torch.dtype, target: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class StorePlan:
-    """The content of store.json. rows, tokens: of all shards; hidden: H; target: facts for people.
-    """
+    """The content of store.json. rows, tokens: of all shards; hidden: H; target: facts for
+    people."""
 
     identity: Identity
     rows: int

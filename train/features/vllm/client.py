@@ -104,8 +104,8 @@ class VllmClient:
         self.servers.greet(self._model_of, f"Start one with\n    {self.command}")
 
     def _require_layers(self, needs: FeatureSpec) -> None:
-        """Raise `UserError` unless the servers' layers are the target's and include those needed.
-        """
+        """Raise `UserError` unless the servers' layers are the target's and include those
+        needed."""
         last = self.target.info.num_layers
         FeatureSpec(self.layers).check(last)
         missing = sorted({*needs.taps, last} - {*self.layers})
