@@ -101,8 +101,9 @@ class Drafter(ChainDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random layer, or one of the target's. The fused vector starts as the feature plus a
-        small random part of both inputs. The embedding is first scaled to the size of one, because
-        embeddings are many times smaller than features and no norm evens this out here."""
+        small random part of both inputs. The embedding's part is scaled as if embeddings had root
+        mean square 1, because they are many times smaller than features and no norm evens this out
+        here."""
         initialise_blocks(self, generator)
         hidden = self.info.hidden_size
         size = weights.embedding.float().square().mean().sqrt().clamp(min=1e-6)

@@ -168,7 +168,7 @@ class Trainer:
         return every > 0 and self.progress.step % every == 0
 
     def stop_reason(self) -> str:
-        """The reason why the run ends; empty while it goes on. All processes decide alike."""
+        """The reason why the run ends; empty while it continues. All processes decide alike."""
         config, progress = self.config, self.progress
         if progress.step >= self.steps:
             return "steps"

@@ -53,7 +53,7 @@ class DataFacts(TypedDict):
 
 
 class BestFacts(TypedDict):
-    """The best evaluation; tau is None where it was not measured."""
+    """The best evaluation; tau is None if it was not measured."""
 
     step: int
     tau: float | None

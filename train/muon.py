@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 from inference.processor import multiplies_bfloat16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the iterated quintic polynomial: steep at zero, within [0.7, 1.2] around one."""
+"""Coefficients of the iterated quintic polynomial: steep at zero, within [0.7, 1.2] around one."""
 ITERATIONS = 5
 
 

@@ -158,7 +158,7 @@ def stored_weights(directory: Path) -> Stored:
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
-    """A kind's configuration from stored plain values; raises `UserError` where they do not fit."""
+    """A kind's configuration from stored plain values; raises `UserError` if they do not fit."""
     config_class = get_kind(kind).config_class
     try:
         return build(config_class, values, "head")

@@ -27,7 +27,7 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, TokenTree
 
 FORCED_TOKENS = 32
-"""Most tokens, forced next by a row's grammar, that a drafter is told of."""
+"""Largest number of tokens that a drafter gets as forced next by a row's grammar."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Verified:
     """A whole verification, for drafters that also learn from rejected nodes.
 
     tokens [B, N] int64: the drafted nodes, root first; picks [B, N] int64: the token the target
-    chose after each node (by the match rule, whatever rule decides); tree: who follows whom; path
+    chose after each node (by the match rule, whatever rule decides); tree: their parents; path
     [B, D+1] int64: the committed nodes, root first, of which `TargetStates.lengths` count.
     """
 
@@ -84,7 +84,7 @@ def select_states(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSp
 
 @dataclass
 class Proposal:
-    """Drafted tokens [B, N] with the root first, and the tree that says who follows whom.
+    """Drafted tokens [B, N] with the root first, and their tree.
 
     logits [B, N, V'] float: row i holds the logits from which the children of node i were drawn
     (rows of leaves are meaningless), for rules that weigh drafts by their probability; None if
@@ -185,7 +185,7 @@ class Guided(Drafter, Protocol):
 
 
 class Reader(Drafter, Protocol):
-    """A drafter that can judge drafted tokens itself: a language model of its own (or a part of the
+    """A drafter that can check drafted tokens itself: a separate language model (or a part of the
     target), which another drafter may speed up (`heads/cascade.py`)."""
 
     def root_logits(self, state: Any) -> Tensor:
@@ -263,7 +263,7 @@ class TrainableDrafter(nn.Module):
 
     @property
     def target(self) -> TargetWeights:
-        """What `bind` was given."""
+        """The weights given to `bind`."""
         assert self._target is not None, "bind was not called"
         return self._target
 

@@ -247,7 +247,7 @@ def _second_pass(  # type: ignore[no-untyped-def]
         low_peak = tl.max(low_top, 0)
         scale = tl.exp(low_top - low_peak)
         whole = tl.sum(common * scale, 0)
-        # a comparison drops NaN, of which both norms still know
+        # a comparison drops NaN, which both norms still hold
         found = low_peak + tl.log(whole) + 0.0 * (norm + target_norm)
         tl.store(sums + 8 * count + place, found)
         tl.store(sums + 9 * count + place, tl.sum(own * scale, 0) / whole)

@@ -23,7 +23,7 @@ from train.features.workers import Workers
 
 CLOSE_SECONDS = 2.0
 SLICE_SECONDS = 0.2
-"""Seconds of waiting between two checks whether to go on."""
+"""Seconds of waiting between two checks whether to stop."""
 
 
 class Coming(Protocol):

@@ -1,7 +1,7 @@
 """Weights of tokens in the loss, from the evidence of records.
 
 An error at depth d costs the tokens that would have followed: with a_j the share of tests at depth
-j that were passed, a draft that is right at d goes on for
+j that were passed, a draft that is right at d continues for
 
     v_d = 1 + a_{d+1} + a_{d+1} a_{d+2} + ...
 

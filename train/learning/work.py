@@ -138,7 +138,7 @@ def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
     return {"prompts": len(requests), "before": asdict(before), "after": asdict(after)}
 
 
-# In a process of its own
+# In a separate process
 
 Part = Callable[[CycleSettings, int, Path], dict[str, Any]]
 """A part of a cycle: (settings, number of the cycle, the drafter that serves) -> figures."""

@@ -71,7 +71,7 @@ class _Asked(UserDict[str, Tensor]):
 
 def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
     """Bytes of a target in parts (train/target/parts.py): embedding, LM head, and the layers'
-    weights that the drafter goes on using."""
+    weights that the drafter continues to use."""
     asked = _Asked(target.weights.state)
     plan_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
     # only one if they are tied

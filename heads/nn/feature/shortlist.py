@@ -80,7 +80,7 @@ class Shortlist(nn.Module):
 
 
 def logits_of(states: Tensor, lm_head: nn.Linear, tokens: Tensor) -> Tensor:
-    """The LM head's logits [..., k] of states [..., H] for tokens [..., k] of their own.
+    """The LM head's logits [..., k] of states [..., H], each for its own tokens [..., k].
 
     Their rows are read one by one if that is less than the whole matrix, as in drafting.
     """

@@ -179,7 +179,7 @@ class TapDrafter(ReducedDrafter):
 
 
 def make_shortlist(config: TapConfig, hidden: int, columns: int) -> Shortlist | None:
-    """The configured shortlist of an LM head [V', H]; None where it would hold all columns."""
+    """The configured shortlist of an LM head [V', H]; None if it would hold all columns."""
     if config.shortlist_rank > hidden:
         raise UserError(
             f"head.shortlist_rank must be at most the target's hidden size of {hidden}; given: "

@@ -106,7 +106,7 @@ class ServerPool:
         self._answered = time.monotonic()
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-        """Answers in finishing order. Raises `UserError` when the servers cannot go on."""
+        """Answers in finishing order. Raises `UserError` if the servers cannot continue."""
         self._answered = time.monotonic()
         waiting: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
