@@ -1,12 +1,12 @@
-"""Cascades: a drafter sped up by another one, or several drafters in one verification.
+"""Cascades: one drafter that speeds up another, or several drafters in one verification.
 
 `speed_up` (vertical; Cascade Speculative Drafting, 2312.11462; TriForce, 2404.11912): the upper of
-two levels drafts a chain, and the lower one speculates for it just as the upper speculates for the
-target. `join` (horizontal): the trees of all parts stand behind one root and are verified together,
-for instance a neural tree and what a lookup found.
+two levels drafts a chain, and the lower one drafts for it as the upper one drafts for the target.
+`join` (horizontal): the trees of all parts share one root and are verified together, for instance a
+neural tree and the result of a lookup.
 
-A part is any kind, a cascade included, from a checkpoint or without weights. A cascade trains
-nothing: its parts are trained as themselves. Its checkpoint holds all of them.
+A part can be of any kind, including a cascade, from a checkpoint or without weights. A cascade is
+not trained: its parts are trained separately. Its checkpoint holds all of them.
 
 Legend: B rows, N nodes, W tokens that the upper level reads per round, R rounds.
 """
@@ -66,8 +66,8 @@ class Config:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What each part is asked to fill. speed_up: `tree` is what the cascade fills, in at most
-    `rounds` rounds. Shared between the rows of a batch."""
+    """The shape that each part fills. With speed_up, the cascade fills `tree` in at most `rounds`
+    rounds. Shared between the rows of a batch."""
 
     shapes: list[DraftShape]
     tree: TreePlan | None = None
@@ -77,9 +77,9 @@ class Plan:
 
 @dataclass
 class State:
-    """The parts' states; root, root_position [B] int64. drafted, passes [B] int64: live tokens that
-    were drafted and passes of the upper level that this took since prefill (speed_up), for those
-    who measure what the lower level saves."""
+    """The parts' states; root, root_position [B] int64. drafted, passes [B] int64 (speed_up): live
+    tokens drafted since prefill and the upper level's passes for them, from which the savings by
+    the lower level can be measured."""
 
     parts: list[Any]
     root: Tensor
@@ -162,7 +162,7 @@ class Drafter(TrainableDrafter):
             initialise_part(part, weights, generator)
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Raises `UserError`: the parts are trained as themselves."""
+        """Raises `UserError`: the parts are trained separately."""
         raise UserError(
             "a cascade has nothing of its own to train: train its parts (`headstart train "
             "head=...`) and give their folders as head.parts=[{checkpoint: FOLDER}, ...]."
@@ -173,8 +173,8 @@ class Drafter(TrainableDrafter):
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
         plan = self._plan_of(tree, seen.tokens.device)
-        # parts get runs of the whole tree's depth, and the lower level also what the upper one
-        # chose beyond the root
+        # parts get runs of the whole tree's depth, and the lower level also the tokens that the
+        # upper one chose beyond the root
         room = capacity + tree.max_depth + 1
         if plan.tree is not None:
             room += plan.shapes[1].max_depth + self.config.proposed + 2
@@ -187,7 +187,7 @@ class Drafter(TrainableDrafter):
         return State(states, root.clone(), position.clone(), counts, counts.clone(), plan)
 
     def _plan_of(self, shape: DraftShape, device: torch.device) -> Plan:
-        """Remembered, because every refilled row starts with the same shape."""
+        """The plan of a shape, cached because every refilled row starts with the same shape."""
         if self._plan is None or self._plan[0] is not shape:
             self._plan = shape, self._new_plan(shape, device)
         return self._plan[1]
@@ -206,7 +206,7 @@ class Drafter(TrainableDrafter):
         return Plan([lower, upper], TreePlan.of(shape), rounds)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """See the protocol. speed_up gives the upper level's own chain as far as it got."""
+        """See the protocol. With speed_up, the upper level's own chain as far as it was drafted."""
         if state.plan.tree is None:
             return self._joined(state, noise)
         plan, (lower, upper) = state.plan.tree, self.drafters
@@ -218,19 +218,19 @@ class Drafter(TrainableDrafter):
         return fill_tree(plan, drafted, state.root_position, noise)
 
     def _joined(self, state: State, noise: Noise) -> Proposal:
-        """All parts that got a share of the nodes; a single one drafts as if it were alone."""
+        """The drafts of all parts with a share of the nodes; a single one drafts as if alone."""
         asked = [number for number, shape in enumerate(state.plan.shapes) if shape.num_nodes > 1]
         heard = noise if len(asked) == 1 else Quiet(noise)
         return join([self.drafters[i].propose(state.parts[i], heard) for i in asked])
 
     def guide(self, state: State, forced: Tensor) -> None:
-        """Tell the parts that draft what a grammar forces; see `heads.api.drafter.Guided`."""
+        """Pass forced tokens to the parts that draft them; see `heads.api.drafter.Guided`."""
         for drafter, part in zip(self.drafters, state.parts, strict=True):
             if drafter.needs.forced:
                 drafter.guide(part, forced)
 
     def forget(self) -> None:
-        """Let the parts that remember other answers forget them."""
+        """Make the parts that remember other answers forget them."""
         for drafter in self.drafters:
             forget(drafter)
 

@@ -1,17 +1,17 @@
 """Block drafters: one forward pass drafts a whole block (DFlash and what came after it).
 
-Taps of the target are fused into one feature per position. Every draft layer turns the features of
-the committed positions into keys and values of its own (KV injection) and lets the slots of a block
-attend to them and to each other; slot 0 holds the embedding of the root, the last committed token,
-every other slot the same mask embedding. The shared, frozen LM head reads one drafted token from
-every slot. The state is a cache of the features' keys and values, which only grows: what is refused
-was never written (DFlash, 2602.06036). Options make the published methods of it: the mask inside
-the block (JetSpec), drafting from slot 0 on, tables that tell a slot which token came before it and
-a confidence head (DSpark), a recurrent correction (Domino), local convolutions and a path selector
-(DFlash 2), scores of neighbouring candidates (LiLiCorr), states conditioned on the parent
-(TreeFlash), a mixture of taps per layer (DFlare).
-Dependent slots are drafted level by level along every path of a tree from the same pass, so their
-trees are conditioned on parents (PC-Tree, DARTree). Parameter names are those of serving engines
+Taps of the target are fused into one feature per position. Every draft layer computes its own keys
+and values from the features of the committed positions (KV injection), and the slots of a block
+attend to these and to each other. Slot 0 holds the embedding of the root, the last committed token;
+every other slot holds the same mask embedding. The shared, frozen LM head reads one drafted token
+from every slot. The state is a cache of the features' keys and values. It only grows, because
+nothing that is rejected is written as a feature (DFlash, 2602.06036). Options turn this into the
+published methods: the mask inside the block (JetSpec), drafting from slot 0 on, tables that tell a
+slot which token came before it and a confidence head (DSpark), a recurrent correction (Domino),
+local convolutions and a path selector (DFlash 2), scores of neighbouring candidates (LiLiCorr),
+states conditioned on the parent (TreeFlash), a mixture of taps per layer (DFlare).
+Dependent slots are drafted level by level along every path of a tree, from the same pass, so every
+node is conditioned on its parents (PC-Tree, DARTree). Parameter names are those of serving engines
 (vLLM and SGLang).
 
 Legend: B rows, T positions, A anchors per row, M = B * A blocks, b slots per block, K depths, R
@@ -67,7 +67,7 @@ class Drafter(BlockModel):
 
     @classmethod
     def export_method(cls, config: Config) -> str:
-        """The published method that the options make of it, or mixed: parts of several."""
+        """The published method that the options describe, or `mixed` for parts of several."""
         if config.layer_fusion:
             return "dflare"
         if config.dependency == "parent":
@@ -207,8 +207,8 @@ class Drafter(BlockModel):
         return total, *counted, doubt.detach().sum()
 
     def _weights(self, taught: Taught, found: RowLosses, values: Tensor) -> Tensor:
-        """How much each depth of each block weighs [M, K], by what was `found` of the supervised
-        ones, whose losses are `values`."""
+        """The weight of each depth of each block [M, K]. found: results of the supervised ones;
+        values: their losses."""
         weighting, scale = self.config.weighting(), taught.scale[:, None]
         right = values.new_full(taught.mask.shape, float("-inf"))
         if weighting.by_probability:
@@ -236,8 +236,8 @@ class Drafter(BlockModel):
         return list(torch.cat(found, 1).unbind(2))
 
     def _given(self, raw: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor | None, Lattice | None]:
-        """Of states before the final norm [M, K, H] and anchors [M, H]: the states that the
-        dependency is given, the base logits [M, K, V] if it needs them, and its lattice."""
+        """From states before the final norm [M, K, H] and anchors [M, H]: the states that the
+        dependency reads, the base logits [M, K, V] if it needs them, and its lattice."""
         rule, normed = self.dependency, self.norm(raw)
         base = self.target.project(normed) if rule.needs_base else None
         lattice = None
@@ -247,7 +247,7 @@ class Drafter(BlockModel):
         return raw if rule.raw else normed, base, lattice
 
     def _carries(self, parents: Tensor, given: Tensor, lattice: Lattice | None) -> Tensor:
-        """The carries [M, K, C] of all depths behind given tokens [M, K]."""
+        """The carries [M, K, C] of all depths after given tokens [M, K]."""
         if lattice is not None:
             return lattice.along(parents)
         return self.dependency.unroll(parents, given, self._embed)
@@ -275,7 +275,7 @@ class Drafter(BlockModel):
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Append the run's keys and values to the cache.
 
-        Padded entries are written behind the run, and overwritten before anything sees them.
+        Padded entries are written after the run and overwritten before anything reads them.
         """
         assert accepted.taps is not None, "a block drafter needs the target's taps"
         (rows, last), slots = state.advance(accepted), run_slots(accepted)
@@ -290,15 +290,15 @@ class Drafter(BlockModel):
     def _draft(self, state: State, depth: int) -> Tensor:
         """One pass over the block behind each root: states before the final norm [B, depth, H].
 
-        The block's own keys and values lie in the cache behind the context. Slots that see each
-        other are all run, however few are asked for, as in training.
+        The block's own keys and values lie in the cache after the context. Slots that see each
+        other are all run, as in training, however few are needed.
         """
         shift = self.config.block_size - self.depths
         slots = depth + shift if self.causal else self.config.block_size
         inputs = self._slots(state.root, slots)
         rows = torch.arange(inputs.shape[0], device=inputs.device)[:, None]
         places = state.root_position[:, None] + torch.arange(slots, device=inputs.device)  # [B, b]
-        # where slots see each other, all of them see what the last one does
+        # where slots see each other, each sees what the last one sees
         sight = UpTo.run(places, None if self.causal else torch.full_like(places, slots - 1))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class Drafter(BlockModel):
         return self._depths(self._run(inputs, look_up(self._table(state), places), attends), depth)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """One pass, then the tree: at once for independent slots, else level by level."""
+        """One pass, then the tree: at once if slots are independent, else level by level."""
         depth = self.depths if self.dependency.whole else state.plan.max_depth
         raw = self._draft(state, depth)
         given, base, lattice = self._given(raw, state.output)
@@ -333,7 +333,7 @@ class Drafter(BlockModel):
         lattice: Lattice | None,
         noise: Noise,
     ) -> Proposal:
-        """Along every path: a node's children continue from its token and the carry before it."""
+        """Grow every path: a node's children continue from its token and the carry before it."""
         rule, depth = self.dependency, 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""A small language model distilled from the target: a Llama of its own, a few of the target's own
+"""A small language model distilled from the target: a separate Llama, a few of the target's own
 layers, or a smaller model of the target's family.
 
-It sees tokens only; nothing of the target's inner states is needed to draft. It is trained against
-the target's full distribution with forward KL, reverse KL, JSD, TV, the LK losses, plain cross
-entropy on the target's answers, or any mix of them, on all supervised tokens or on
-those that a reference drafter has shown to be learnable (AdaSPEC). Parameter names are Hugging
-Face's for Llama, so that an export is an ordinary checkpoint.
+It reads tokens only; drafting needs no inner states of the target. It is trained against the
+target's full distribution with forward KL, reverse KL, JSD, TV, the LK losses, plain cross entropy
+on the target's answers, or any mix of them. The loss covers all supervised tokens, or those that a
+reference drafter has shown to be learnable (AdaSPEC). Parameter names are Hugging Face's for Llama,
+so an export is an ordinary checkpoint.
 
 Legend: B rows, T positions, M selected positions, H hidden of the drafter, V vocabulary.
 """
@@ -80,7 +80,7 @@ class Drafter(SmallLM):
         return distillation_loss(config, batch, predictions, self.logits, self.info.vocab_size)
 
     def _learnable(self, batch: TrainBatch, predictions: Predictions) -> Tensor:
-        """Numbers [M'] of the predictions to train on, with the reference drafter as judge."""
+        """Indices [M'] of the predictions to train on, chosen with the reference drafter."""
         reference = self._load_reference().to(batch.tokens.device)
         with torch.no_grad():
             theirs = Predictions.next_token(reference.sequence(batch), predictions.states)
@@ -89,7 +89,7 @@ class Drafter(SmallLM):
         return furthest_behind(self.config, batch, *sides, share, columns)
 
     def _load_reference(self) -> SmallLM:
-        """The reference drafter, read at the first loss: who only drafts does not need it."""
+        """The reference drafter, loaded at the first loss because drafting does not need it."""
         if not self._reference:
             found = load_drafter(Path(self.config.reference), self.info, self.target)
             if not isinstance(found, Drafter):

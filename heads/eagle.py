@@ -2,14 +2,14 @@
 
 The feature f_t is the target's last hidden state AFTER its final norm, as in the published code and
 in serving engines: it is what the LM head reads, so the drafter has no norm and no head of its own.
-Row t joins the embedding of token t+1 and f_t (2H to H) and its output stands for f_{t+1}, from
-which token t+2 is drafted; deeper tokens continue from that output. EAGLE-2 is the same weights
-with a dynamic tree (`decode=dynamic`).
+Row t joins the embedding of token t+1 and f_t (2H to H). Its output predicts f_{t+1}, from which
+token t+2 is drafted; deeper tokens continue from that output. EAGLE-2 uses the same weights with a
+dynamic tree (`decode=dynamic`).
 
 Loss (Li et al., 2401.15077): SmoothL1 between the output and the target's feature, plus a tenth of
 the cross entropy against the target's distribution, with uniform noise on the features that are
-read. The paper trains one step (`align_steps=1`). HASS (2408.15766) trains the same layer on what
-it meets when it drafts: `align_steps` steps in its harmonised context, which is that of
+read. The paper trains one step (`align_steps=1`). HASS (2408.15766) trains the same layer on the
+inputs that it gets when it drafts: `align_steps` steps in its harmonised context, which is that of
 `heads.nn.feature.chain`, and a top-K distillation loss. Parameter names are those of the published
 checkpoints, which vLLM and SGLang load.
 
@@ -100,9 +100,10 @@ class Drafter(ChainDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """A random layer, or one of the target's. The fused vector starts as the feature with a
-        little of both inputs, the embedding being brought to the size of one first: embeddings are
-        many times smaller than features, and no norm stands between them here."""
+        """A random layer, or one of the target's. The fused vector starts as the feature plus a
+        small random part of both inputs. The embedding's part is scaled as if embeddings had root
+        mean square 1, because they are many times smaller than features and no norm evens this out
+        here."""
         initialise_blocks(self, generator)
         hidden = self.info.hidden_size
         size = weights.embedding.float().square().mean().sqrt().clamp(min=1e-6)

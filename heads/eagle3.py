@@ -1,13 +1,13 @@
 """EAGLE-3(.1): one decoder layer that continues the target's own features, token by token.
 
 Taps of the target at a low, a middle and a high layer are normalised (3.1), concatenated and fused
-to g [H]. Row t of the drafter reads g_t and the embedding of token t+1, stands at position t and
-predicts token t+2; deeper drafted tokens take the drafter's own output in the place of g. Training
-unrolls the same thing (training-time test): step k sees the true context of step 0 and its own
-chain of earlier steps, so that the drafter is trained on what it meets when it serves. Loss: sum
-over steps of decay^k times the cross entropy against the target's full distribution, restricted to
-the draft vocabulary (EAGLE-3, 2503.01840; 3.1, 2605.09992). Parameter names are those of serving
-engines (vLLM and SGLang).
+to g [H]. Row t of the drafter reads g_t and the embedding of token t+1, has position t and predicts
+token t+2; for deeper tokens, the drafter's own output replaces g. Training unrolls the same steps
+(training-time test): step k sees the true context of step 0 and its own chain of earlier steps, so
+the drafter is trained on the inputs that it gets in serving. Loss: sum over steps of decay^k times
+the cross entropy against the target's full distribution, restricted to the draft vocabulary
+(EAGLE-3, 2503.01840; 3.1, 2605.09992). Parameter names are those of serving engines (vLLM and
+SGLang).
 
 Legend: B rows, T positions, K steps, H hidden, V' draft vocabulary, n taps.
 """
@@ -55,15 +55,16 @@ class Config(TapConfig, LayerConfig):
 
 
 def from_eagle(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """EAGLE's layer, which reads F e + G f of the token's embedding e and the last hidden state f,
-    where this one's attention reads both normalised, side by side, and its residual the feature.
+    """Convert EAGLE's layer. EAGLE reads F e + G f, where e is the token's embedding and f the last
+    hidden state. This layer's attention reads both normalised and side by side, and its residual is
+    the feature.
 
-    The feature begins as f, from the highest tap alone: its normalised state times the target's
-    final norm. Queries, keys and values are EAGLE's behind its fusion, times the sizes that the
-    norms divide by: all embeddings' root mean square, and the final norm's, which is the size of a
-    last hidden state. EAGLE's output has passed that norm's weight already, so the norm behind the
-    layer begins as that size alone. What EAGLE's residual held of e, and a bias of its fusion, are
-    left out: this layer has no place for them.
+    The feature starts as f, from the highest tap alone: the tap's normalised state times the weight
+    of the target's final norm. Query, key and value weights are EAGLE's times its fusion, times the
+    sizes that the norms divide by: the root mean square of all embeddings and that of the final
+    norm's weight, which is the size of a last hidden state. EAGLE's output already includes that
+    norm's weight, so the norm after the layer starts as that size alone. The part of e in EAGLE's
+    residual and a bias of its fusion are left out, because this layer has no place for them.
     """
     hidden, fused = drafter.info.hidden_size, given["fc.weight"].to(drafter.fc.weight.dtype)
     final_norm = drafter.norm.weight.detach().to(fused)
@@ -148,8 +149,8 @@ class Drafter(TapDrafter, ChainDrafter):
     # Training
 
     def loss(self, batch: TrainBatch) -> LossOutput:
-        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1; with
-        `num_anchors` an unbiased estimate of it, as of the metrics' sums and counts.
+        """Sum over steps k of decay^(k-1) times the cross entropy of supervised tokens t+k+1. With
+        `num_anchors`, it and the metrics' sums and counts are unbiased estimates.
 
         Positions whose best target token cannot be drafted carry no loss and count as wrong.
         """

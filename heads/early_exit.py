@@ -1,15 +1,19 @@
 """Early exit: the target's first layers, or any set of its layers, draft for all of them.
 
-Three methods are settings of this kind. Exit after layer E, straight into the target's final norm
-and LM head (LayerSkip, 2404.16710; for targets that were finetuned to allow it). A set of kept
-layers, found by a search, the residual stream passing by the others (Draft & Verify, 2309.08168;
-SWIFT, 2410.06916: `scripts/tools/search_layers.py`). Exit after layer E into a small trained
-adapter: one attention block and norms of its own in front of the LM head (Kangaroo, 2404.18911).
-Nothing of the target is copied: `heads.nn.target.drafting` says how.
+Three methods are settings of this kind:
+
+- Exit after layer E, directly into the target's final norm and LM head (LayerSkip, 2404.16710; for
+  targets that were finetuned to allow it).
+- A set of kept layers, found by a search; the residual stream skips the others (Draft & Verify,
+  2309.08168; SWIFT, 2410.06916: `scripts/tools/search_layers.py`).
+- Exit after layer E into a small trained adapter: one attention block and its own norms before the
+  LM head (Kangaroo, 2404.18911).
+
+The target's layers are used without a copy (`heads.nn.target.drafting`).
 
 Loss: cross entropy of the exit's logits against the target's distribution at every supervised
-position. With an adapter it trains the adapter. Without one there is nothing of this drafter's own
-to train, and the loss flows into the taps: what a joint finetuning of the target lowers
+position. With an adapter, it trains the adapter. Without one the drafter has nothing of its own to
+train and the gradients flow into the taps; a joint finetuning of the target lowers this loss
 (LayerSkip).
 
 Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, g key/value heads, D head
@@ -88,7 +92,7 @@ class Config:
 
 
 def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
-    """The target's layers that a configuration keeps; raises `UserError` for senseless ones."""
+    """The target's layers that a configuration keeps; raises `UserError` for invalid ones."""
     every = info.num_layers
     layers = config.layers or tuple(range(config.exit_layer or max(1, every // 2)))
     if config.skip_ratio:
@@ -119,7 +123,7 @@ def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
 
 
 class Adapter(nn.Module):
-    """The trained block behind the exit: attention, and an MLP if it is a whole layer; a
+    """The trained block after the exit: attention, and an MLP if it is a whole layer. It is a
     `DraftLayer` of a drafter's stack."""
 
     attends = True
@@ -181,12 +185,12 @@ class Drafter(SelfDrafter):
 
     @classmethod
     def works_untrained(cls, config: Any) -> bool:
-        """Without an adapter it consists of the target's own parts."""
+        """True without an adapter: the drafter then consists of the target's own parts."""
         return bool(config.adapter == "none")
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """A random adapter that adds little to the exit's state at first, so that training starts
-        from the plain exit; or a copy of one of the target's layers."""
+        """A random adapter that adds little to the exit's state, so that training starts near the
+        plain exit; or a copy of one of the target's layers."""
         initialise_blocks(self, generator)
         if self.adapter is None or self.norm is None:
             return
@@ -227,9 +231,9 @@ class Drafter(SelfDrafter):
     # Training
 
     def _sequence(self, batch: TrainBatch) -> Tensor:
-        """What enters the LM head [B, T, H] behind whole first layers, predicting t+1 at t.
+        """The LM head's input [B, T, H] after whole first layers; position t predicts t+1.
 
-        Up to the exit the drafter computes what the target does: the tap is its state.
+        Up to the exit the drafter computes the same as the target, so the tap is its state.
         """
         assert batch.taps is not None, "early_exit needs the target's taps"
         states = batch.taps[:, :, -1]
@@ -243,8 +247,8 @@ class Drafter(SelfDrafter):
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Cross entropy of the exit's prediction against the target's, where supervised.
 
-        Gradients reach the adapter, and the taps if they ask for them. With layers left out it is
-        the first drafted token's loss: one step behind the true states.
+        Gradients reach the adapter, and the taps if these require them. If layers are left out, it
+        is the loss of the first drafted token, one step after the true states.
         """
         ahead, weight = 1 if self.whole else 2, self.config.hard_label_weight
         outputs = self._sequence(batch) if self.whole else self._unroll(batch, 1)[0]

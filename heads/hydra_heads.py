@@ -2,10 +2,10 @@
 
 Head k (1-based) reads the target's post-final-norm state at position t and the embeddings of tokens
 t+1 to t+k, and predicts token t+k+1; the target's own LM head predicts t+1. Its first block maps
-these k+1 vectors to one, a linear map plus SiLU of another one; residual blocks as in Medusa may
-follow. All start so that every head begins at the target's own prediction. Behind them stands the
-target's frozen LM head or an own one. Hydra++ is a set of options: several blocks, the target's
-distribution as label, and a decoder layer of its own (`prefix_layer`) over the target's true
+these k+1 vectors to one: a linear map plus SiLU of a second linear map. Residual blocks as in
+Medusa may follow, and then comes the target's frozen LM head or an own one. All blocks start so
+that every head begins at the target's own prediction. Hydra++ is a set of options: several blocks,
+the target's distribution as label, and a decoder layer (`prefix_layer`) over the target's true
 states, so that the heads read the whole text and not one position alone (2402.05109). Loss:
 sum over heads of decay^k times cross entropy.
 
@@ -162,7 +162,7 @@ class Drafter(FeatureDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Every head starts as the target's own prediction, the prefix layer at zero."""
+        """Every head starts at the target's own prediction, the prefix layer at zero."""
         for k in range(1, self.config.num_heads + 1):
             self._head(k).initialise(weights.lm_head)
         if self.embedding_norm is not None:
@@ -182,11 +182,11 @@ class Drafter(FeatureDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the drafter's own weights."""
+        """The dtype of the drafter's own weights."""
         return self._head(1).first.linear.weight.dtype
 
     def _tokens(self, tokens: Tensor) -> Tensor:
-        """Tokens [...] -> what the heads read of them [..., H]."""
+        """Tokens [...] -> the vectors [..., H] that the heads read for them."""
         embedded = self.embed(tokens, self.dtype)
         return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
 
@@ -245,7 +245,7 @@ class Drafter(FeatureDrafter):
         assert depth <= heads, f"{depth} depths asked of {heads} heads"
         read, found = self._read_sequence(batch, noisy=False), []
         for k in range(1, depth + 1):
-            # The last rows have no token this far ahead; whatever they read means nothing.
+            # The last rows have no token this far ahead; what they read is meaningless.
             read = torch.cat([read, self._tokens(batch.tokens.roll(-k, 1))], -1)
             found.append(self._head_logits(read))
         return found
@@ -265,7 +265,7 @@ class Drafter(FeatureDrafter):
         """Move to the last accepted token's true state; see the protocol. The prefix layer keeps
         keys and values of the whole run, and gives the output of its last row.
 
-        Padded entries are written behind the run, and overwritten before anything sees them.
+        Padded entries are written after the run and overwritten before anything reads them.
         """
         assert accepted.last_hidden is not None, "hydra_heads needs the target's last hidden state"
         at, layer = state.advance(accepted), self.prefix_layer
@@ -280,7 +280,7 @@ class Drafter(FeatureDrafter):
         return state
 
     def propose(self, state: State, noise: Noise) -> Proposal:
-        """Grow level by level; a node hands on all that its own head read."""
+        """Grow level by level; a node passes on everything that its own head read."""
 
         def step(place: CachePlace, tokens: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
             read = torch.cat([read, self._tokens(tokens)], -1)  # [B, P, (k+1)H]

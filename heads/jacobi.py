@@ -1,18 +1,18 @@
-"""Jacobi decoding as a drafter: the target's picks of one pass are the next one's guesses.
+"""Jacobi decoding as a drafter: the target's picks of one pass are the guesses for the next.
 
-Parallel decoding as a fixed-point iteration (Santilli et al., 2305.10427): a chain of guesses
-stands behind the root; every verification tells what the target picks after each of them, right or
-wrong, and those picks are the next guesses, each for the position it was picked for. With a tokens
-accepted the chain moves on by a + 1 positions and its tail is filled anew. No weights, no states of
+This is parallel decoding as a fixed-point iteration (Santilli et al., 2305.10427). A chain of
+guesses follows the root. Every verification returns the target's pick after each guess, right or
+wrong; these picks are the next guesses for their positions. After a accepted tokens the chain moves
+on by a + 1 positions and its tail is filled anew. The drafter has no weights and reads no states of
 the target.
 
 Above temperature 0 the target's pick at a position is argmax(log p + g) with noise that is keyed by
-the absolute position, so it is a fixed function of the text before it, and the iteration has a
-fixed point at any temperature: the very text that plain decoding samples. Rules that do not pick
-this way lose that property, but no correctness.
+the absolute position. It is therefore a fixed function of the text before it, and the iteration has
+a fixed point at any temperature: the text that plain decoding samples. Rules that pick in another
+way lose that property, but stay correct.
 
-A dynamic shape is filled with a chain as long as fits, a static tree with a chain of its depth: one
-guess per position is all there is.
+There is only one guess per position, so a dynamic shape is filled with the longest chain that fits
+and a static tree with a chain of its depth.
 
 Legend: B rows, N nodes, D depth of the chain.
 """
@@ -79,14 +79,15 @@ class Drafter:
     def commit(self, state: State, accepted: TargetStates) -> State:
         """Move the picks of the last pass to the positions they were picked for; see the protocol.
 
-        A verification of no or another tree teaches nothing: all guesses are filled in.
+        If no tree or another tree was verified, there are no picks to use: all guesses are filled
+        in.
         """
         state.history.append(accepted)
         depth, verified = state.guesses.shape[1], accepted.verified
         moved, picked = state.guesses, torch.zeros_like(state.guesses, dtype=torch.bool)
         if verified is not None and verified.tree is state.chain.tree:
-            # Node i stands at depth i. Behind a accepted drafts the root stands at depth a + 1, and
-            # its j-th successor was picked at node a + j.
+            # Node i has depth i. After a accepted drafts the root has depth a + 1, and its j-th
+            # successor was picked at node a + j.
             ahead = torch.arange(1, depth + 1, device=picked.device)
             node = (accepted.lengths - 1)[:, None] + ahead
             picked = node <= depth

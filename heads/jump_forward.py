@@ -1,13 +1,13 @@
-"""Jump-forward: drafts what the row's grammar forces, such as the keys and the punctuation of a
-JSON schema (structured output; the idea of jump-forward decoding in SGLang, 2312.07104, as a draft
-that is verified like any other).
+"""Jump-forward: drafts the tokens that the row's grammar forces, such as the keys and the
+punctuation of a JSON schema (structured output). The idea is that of jump-forward decoding in
+SGLang (2312.07104); here the tokens are a draft that is verified like any other.
 
-No weights and no target states. The decoder, which owns the grammar, says before every step which
-tokens spell the text that must follow (`guide`); the drafter proposes them. A target may write the
-same text in other tokens, so forced tokens are drafts and not committed unseen. Rows without a
-grammar, and places where the grammar leaves a choice, draft nothing: by itself this drafter pays as
-far as answers are forced, in a cascade of mode `join` its chain stands beside another drafter's
-tree.
+The drafter has no weights and reads no target states. The decoder, which owns the grammar, says
+before every step which tokens spell the text that must follow (`guide`), and the drafter proposes
+them. A target may write the same text in other tokens, so forced tokens are drafts and are not
+committed unverified. Nothing is drafted in rows without a grammar and where the grammar leaves a
+choice. Alone, this drafter pays off as far as answers are forced; in a cascade of mode `join`, its
+chain is verified beside another drafter's tree.
 
 Legend: B rows, N nodes, D deepest level, F = `FORCED_TOKENS`, T positions of a run.
 """
@@ -75,8 +75,8 @@ class Drafter:
         return Proposal(torch.cat([root, tokens], 1), tree, limit=(forced >= 0).sum(1))
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Move on in what is forced while the text follows it; otherwise nothing is known until
-        `guide` says more (in a cascade, where this is the lower level, it does not)."""
+        """Move on in the forced tokens while the text follows them. Otherwise nothing is known
+        until the next `guide`, which a cascade's lower level does not get."""
         size, count = state.forced.shape[1], accepted.lengths[:, None]
         place = torch.arange(size, device=count.device)
         run = accepted.next_tokens.shape[1]

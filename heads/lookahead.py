@@ -5,23 +5,22 @@ After Fu et al. (2402.02057). Two branches share every verification, as parts of
 
 * The window: W columns of n - 1 levels. Level 0 is a chain of guesses for the next W positions; the
   node of level l and column i follows (l - 1, i), so it sees level 0 up to its column, then its own
-  column, and stands at depth i + 1 + l. A pass tells what the target picks behind every column:
-  column and pick are an n-gram that goes into the pool, and the levels move down by one, which is
-  one Jacobi iteration. With a tokens accepted the columns move by a, so that each stays at its
-  position.
+  column, and has depth i + 1 + l. A pass returns the target's pick after every column. Column and
+  pick form an n-gram that goes into the pool, and the levels move down by one, which is one Jacobi
+  iteration. After a accepted tokens the columns move by a, so that each stays at its position.
 * The verification branch: the newest G n-grams of the pool that start with the root, as chains
   behind it.
 
-Both are parts of the tree like any other: window nodes that happen to be right are accepted too. At
-the window's picks the noise is that of their positions, so trajectories are as good above
-temperature 0 as at it. No weights, no states of the target.
+The nodes of both are ordinary nodes of the tree: window nodes that happen to be right are accepted
+too. The window's picks use the noise of their positions, so trajectories are as good above
+temperature 0 as at temperature 0. The drafter has no weights and reads no states of the target.
 
-Which shape gives what. A tree or a dynamic shape gives its number of nodes and its depth; the tree
-is lookahead's own and stays within both: W + n - 2 <= depth and 1 + (W + G)(n - 1) <= nodes. Sizes
-left at 0 take what fits: half of the columns for the window, as far as the depth allows, and the
-rest for n-grams. A chain has no room for a window: it is filled with the newest n-gram that starts
-with the root, then with one that starts with that one's last token, and so on; its own picks, right
-or wrong, are the trajectory that n-grams are collected from.
+A tree or a dynamic shape only sets the number of nodes and the depth; the tree is lookahead's own
+and stays within both: W + n - 2 <= depth and 1 + (W + G)(n - 1) <= nodes. Sizes left at 0 take what
+fits: half of the columns for the window, as far as the depth allows, and the rest for n-grams. A
+chain has no room for a window: it is filled with the newest n-gram that starts with the root, then
+with the newest that starts with that one's last token, and so on. Its picks, right or wrong, are
+the trajectory that n-grams are collected from.
 
 Legend: B rows, N nodes, W columns, L = n - 1 levels, G n-grams verified, D depth, T positions, C
 n-grams collected.
@@ -168,7 +167,8 @@ class Drafter:
     def _collect_chain(self, state: State, tokens: Tensor, picks: Tensor) -> None:
         """Collect n-grams that end with a pick; tokens, picks [B, D + 1] of the nodes.
 
-        The deepest first, which has the most wrong guesses before it: the others are then newer.
+        The deepest come first, because they have the most wrong guesses before them: the others
+        then count as newer.
         """
         before = state.history.newest(self.levels)[:, :-1]
         text = torch.cat([before, tokens], 1).unfold(1, self.levels, 1)  # [B, D + 1, n - 1]
@@ -184,7 +184,7 @@ class Drafter:
 
     def _move(self, state: State, accepted: Tensor, picks: Tensor | None) -> None:
         """The next window, in place: every level takes the one above it, the last the picks [B, W],
-        and columns move by `accepted` [B]. What is new on the right is drawn from the text."""
+        and columns move by `accepted` [B]. New columns on the right are drawn from the text."""
         fresh = self._drawn(state)
         last = fresh[:, -1] if picks is None else picks
         above = torch.cat([state.window[:, 1:], last[:, None]], 1)
@@ -195,7 +195,7 @@ class Drafter:
         state.window.copy_(torch.where(inside, moved, fresh))
 
     def _drawn(self, state: State) -> Tensor:
-        """Tokens of the text for a whole window [B, L, W], as if at random."""
+        """Tokens of the text for a whole window [B, L, W], chosen pseudo-randomly."""
         _, levels, columns = state.window.shape
         numbers = torch.arange(levels * columns, device=state.window.device)
         drawn = state.history.drawn((state.history.last + 1) * levels * columns + numbers)

@@ -1,10 +1,10 @@
 """Medusa: K independent heads on the target's last hidden state, one pass for a proposal.
 
 Head i (0-based) reads the post-final-norm state at position t and predicts token t+2+i; the
-target's own LM head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b), zero
-at the start so that training begins at the target's own prediction, followed by the target's frozen
-LM head or an own one (2401.10774), which may be reduced to the most frequent tokens. Loss: sum over
-heads of decay^k times cross entropy.
+target's own LM head predicts t+1. Each head is a stack of residual blocks h + SiLU(U h + b),
+followed by the target's frozen LM head or an own one (2401.10774), which may be reduced to the most
+frequent tokens. The blocks start at zero, so training begins at the target's own prediction. Loss:
+sum over heads of decay^k times cross entropy.
 
 Legend: B rows, T positions, M selected positions, K heads, H hidden, V' draft vocabulary, D depth
 of the tree.
@@ -69,7 +69,7 @@ class Drafter(ReducedDrafter):
 
     kind: ClassVar[str] = "medusa"
     one_pass: ClassVar[bool] = True
-    # the decoder may put a kernel in its place
+    # the decoder may replace it by a kernel
     residual_blocks = staticmethod(blocks.residual_blocks)
 
     def __init__(self, config: Config, info: TargetInfo) -> None:

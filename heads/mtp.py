@@ -1,17 +1,17 @@
-"""Multi-token prediction: a decoder block that joins the last state with the next token's
-embedding, one block deeper per token.
+"""Multi-token prediction: one decoder block per further token, which joins the state before it with
+the embedding of the next token.
 
     h' = W [RMSNorm(emb(x_{t+k})); RMSNorm(h^{k-1}_t)],  h^k = RMSNorm(Block(h')),  token t+k+1 from
                                                          the target's LM head
 
-with h^0 the target's last hidden state (after its final norm, as engines hand it over). Two forms:
-DeepSeek-V3 (2412.19437) has an own block per depth, FastMTP (2509.18362) one block that is
-recursed. Here both are trained on a frozen target and share its embedding and LM head. Loss: sum
-over depths of beta^(k-1), normalised to sum to one, times the cross entropy; beta = 1 is DeepSeek's
-1/D, beta = 0.6 is FastMTP's. The recursed block is trained in the context that it drafts in
-(`heads.nn.feature.chain`); trained for one step only, such a block collapses when it is recursed.
-Parameter names of the recursed form are those of engines (MiMo in vLLM and SGLang); own blocks
-carry their number behind `mtp`.
+with h^0 the target's last hidden state (after its final norm, as engines pass it on). There are two
+forms: DeepSeek-V3 (2412.19437) has a separate block per depth; FastMTP (2509.18362) applies one
+block repeatedly. Here both are trained on a frozen target and share its embedding and LM head.
+Loss: sum over depths of beta^(k-1), normalised to sum to one, times the cross entropy; beta = 1 is
+DeepSeek's 1/D, beta = 0.6 is FastMTP's. The shared block is trained in the context in which it
+drafts (`heads.nn.feature.chain`): a block that is trained for one step only collapses when it is
+applied repeatedly. Parameter names of the shared form are those of engines (MiMo in vLLM and
+SGLang); separate blocks carry their number after `mtp`.
 
 Legend: B rows, T positions, M selected states, D depths, H hidden, V vocabulary.
 """
@@ -82,7 +82,7 @@ class MtpBlock(nn.Module):
 
 
 class Drafter(DepthDrafter):
-    """Multi-token prediction with own blocks or with a shared one."""
+    """Multi-token prediction with a block per depth or a shared one."""
 
     kind: ClassVar[str] = "mtp"
 
@@ -106,7 +106,8 @@ class Drafter(DepthDrafter):
         return cast(list[MtpBlock], [self.mtp] if self.config.shared else list(self.mtp.children()))
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Random blocks or a target layer; inputs start as the state with a little of both."""
+        """Random blocks or a target layer. The joined input starts as the state plus a small random
+        part of both inputs."""
         initialise_blocks(self, generator)
         for block in self.blocks:
             with torch.no_grad():
@@ -139,7 +140,7 @@ class Drafter(DepthDrafter):
         return self.blocks[0].layer.finish(residual, attended)
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The normalised output, for the LM head and for the next step alike."""
+        """The normalised output, both for the LM head and for the next step."""
         normed = self.blocks[0].norm(output)
         return normed, normed
 
@@ -154,7 +155,7 @@ class Drafter(DepthDrafter):
     # Drafting
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> Any:
-        """State after prefill; raises `UserError` for a tree deeper than the own blocks."""
+        """State after prefill; raises `UserError` for a tree deeper than there are blocks."""
         if not self.config.shared and tree.max_depth > self.config.depths:
             raise UserError(
                 f"an mtp drafter of {self.config.depths} blocks cannot draft {tree.max_depth} "

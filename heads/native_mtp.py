@@ -1,13 +1,13 @@
-"""The multi-token prediction block that a target ships with, built of the target's own layer class.
+"""The multi-token prediction block of a target's checkpoint, built from the target's layer class.
 
     h' = W [norm(emb(x_{t+1})); norm(h_t)],  h = norm(Layer(h')),  token t+2 by the target's LM head
 
 with h_t the target's last hidden state after its final norm, or this block's own output one step
-before. DeepSeek-V3 (2412.19437) introduced the block; Qwen3-Next and Qwen3.5, GLM-4.5, MiMo and
-others have one in their checkpoints, of a layer as their last one: with their gates, experts and
-latent keys. `headstart import` takes it from there; `headstart train` trains it further in the
-context that it drafts in, as `mtp` with a shared block (FastMTP, 2509.18362), or, without an
-import, from random weights or a layer of the target.
+before. DeepSeek-V3 (2412.19437) introduced the block. Qwen3-Next and Qwen3.5, GLM-4.5, MiMo and
+others have one in their checkpoints, with a layer like their last one, including its gates, experts
+and latent keys. `headstart import` reads it from there. `headstart train` trains it further in the
+context in which it drafts, like `mtp` with a shared block (FastMTP, 2509.18362). Without an import,
+training starts from random weights or a layer of the target.
 
 Legend: B rows, T positions, H hidden, g key/value heads, D and E numbers per key and value.
 """
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class Drafter(DepthDrafter):
-    """A target's own MTP block, recursed."""
+    """A target's own MTP block, applied repeatedly."""
 
     kind: ClassVar[str] = "native_mtp"
 
@@ -97,8 +97,8 @@ class Drafter(DepthDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """The family's own random layer or one of the target's; inputs start as the state with a
-        little of both."""
+        """The family's own random layer or one of the target's. The joined input starts as the
+        state plus a small random part of both inputs."""
         seed = int(torch.randint(2**31, (1,), generator=generator))
         fresh, block = Family.build(self.config.layer, seed), self.mtp
         for norm in (block.pre_fc_norm_embedding, block.pre_fc_norm_hidden, block.norm):
@@ -124,7 +124,7 @@ class Drafter(DepthDrafter):
         return cast(Tensor, self.mtp(self.embed(tokens, feature.dtype), feature, rotation, attend))
 
     def new_caches(self, rows: int, slots: int) -> tuple[Tensor, Tensor]:
-        """See `WholeLayer`; sizes are those that the layer hands out for one token."""
+        """See `WholeLayer`; sizes are those of the layer's key and value for one token."""
         weight = self.mtp.fc.weight
         if self._sizes is None:
             first = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)

@@ -1,9 +1,9 @@
-"""n-gram lookup (prompt lookup decoding): copy what followed the newest tokens before.
+"""n-gram lookup (prompt lookup decoding): copies what followed the newest tokens earlier on.
 
-No weights and no target states: the drafter searches prompt and answer so far for the longest run
-of tokens, at most `max_n` and at least `min_n` long, that equals the newest tokens; among runs of
-that length the most recent one wins; what followed it is proposed. Pays when the answer copies its
-prompt (prompt lookup decoding).
+The drafter has no weights and reads no target states. It searches the prompt and the answer so far
+for the longest run of tokens, of `min_n` to `max_n` tokens, that equals the newest tokens. Among
+runs of that length the most recent one wins, and the tokens after it are proposed. This pays off
+when the answer copies from its prompt.
 
 Legend: B rows, N nodes, S slots of history.
 """
@@ -85,8 +85,8 @@ class Drafter:
         return state
 
     def _continuation(self, state: State) -> Tensor:
-        """The root and the tokens that followed the best match [B, D + 1]; without a match the root
-        is repeated, which is now and then right where a repetition begins."""
+        """The root and the tokens that followed the best match [B, D + 1]. Without a match the root
+        is repeated, which is sometimes right at the start of a repetition."""
         history, last = state.history.tokens, state.history.last
         slots = torch.arange(history.shape[1], device=history.device)
         run = slots < last  # a match must end before the newest token, so that something follows it
@@ -98,7 +98,7 @@ class Drafter:
             matched += run
         score = torch.where(matched >= self.config.min_n, matched * history.shape[1] + slots, -1)
         best, end = score.max(1, keepdim=True)  # longest match first, then the most recent one
-        # Behind the newest token the copied stretch starts over, which continues a repetition.
+        # After the newest token the copied stretch starts over, which continues a repetition.
         steps = torch.arange(1, state.plan.tree.max_depth + 1, device=history.device)
         wanted = end + 1 + (steps - 1) % (last - end).clamp(min=1)
         drafted = history.gather(1, wanted.clamp(max=history.shape[1] - 1))

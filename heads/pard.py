@@ -2,14 +2,14 @@
 
 The network is that of `distilled`, and may start from one. It reads [.. x_t, MASK x (K - 1)]: the
 output at x_t gives the first drafted token, the output at mask k the one k positions further, so
-that drafting K tokens costs one pass instead of K. The tokens do not see each other, only their
-positions; a tree is filled from the independent distributions. All masks are one token of the
-vocabulary, told apart by position, so that a drafter trained for K tokens can draft more (PARD,
+drafting K tokens costs one pass instead of K. The drafted tokens do not see each other, only their
+positions, and a tree is filled from the independent distributions. All masks are one token of the
+vocabulary and differ only in position, so a drafter trained for K tokens can draft more (PARD,
 2504.18583). Serving engines read the mask's id as `pard_token` (vLLM: method `draft_model` with
 `parallel_drafting`).
 
-Training runs the true tokens and, beside them, masks behind every position, with a falling share
-of positions for deeper ones (conditional drop); the objective is the same mix as in distillation,
+Training runs the true tokens and, beside them, masks after every position; deeper masks are kept at
+a smaller share of positions (conditional drop). The objective is the same mix as in distillation,
 summed over all kept predictions.
 
 Legend: B rows, T positions, W width of a run, E mask tokens per row, K drafted tokens, H hidden of
@@ -98,7 +98,7 @@ class Drafter(SmallLM):
         positions = torch.cat([batch.positions, behind], 1)
         packing, segments, count = Packing.of(batch), batch.segments, masks.place.shape[1]
         chunk = max(1, attention.CHUNK_ELEMENTS // tokens.numel())
-        # of all masks, for all layers, where that is little
+        # visibility of all masks, for all layers, if it is small
         seen = masks.visible(segments, slice(0, count)) if count <= chunk else None
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Drafter(SmallLM):
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
         """Run `tokens` [B, W] at positions first [B, 1] and on, and the masks behind the root.
 
-        Padded tokens, which stand where masks do, are written to the last slot, unseen.
+        Padded tokens share positions with masks; they are written to the last slot, unseen.
         """
         state.advance(run)
         (batch, width), end = tokens.shape, state.root_position[:, None]

@@ -1,14 +1,13 @@
-"""P-EAGLE: EAGLE-3's inputs, all depths drafted in one pass.
+"""P-EAGLE: EAGLE-3's inputs, with all depths drafted in one pass.
 
-The last true row predicts the first token as in EAGLE-3. The rows behind it know neither their
-token nor the target's state: a learnt `mask_hidden` stands in for the fused taps and a learnt
-embedding for the token (Hui et al., 2602.01469). So the drafter runs once per
-verification, whatever the depth, and can afford several layers. The first layer reads embedding and
-feature side by side as EAGLE-3's does; the others are plain decoder layers. Training:
-`heads.nn.feature.parallel`; the loss is EAGLE-3's, the cross entropy against the target's
-distribution on the draft vocabulary. Parameter names are those of vLLM, but for
-`mask_embedding`: engines read it as the mask token's row of an own embedding, which here is the
-target's, frozen.
+The last true row predicts the first token as in EAGLE-3. The rows behind it have neither a token
+nor a state of the target: a learnt `mask_hidden` replaces the taps and a learnt embedding replaces
+the token (Hui et al., 2602.01469). The drafter thus runs once per verification, whatever the depth,
+and can afford several layers. The first layer reads embedding and feature side by side as EAGLE-3's
+does; the others are plain decoder layers. Training: `heads.nn.feature.parallel`; the loss is
+EAGLE-3's, the cross entropy against the target's distribution on the draft vocabulary. Parameter
+names are those of vLLM, except `mask_embedding`: engines read it as the mask token's row of the
+drafter's own embedding, while the embedding here is the target's, frozen.
 
 Legend: B rows, T positions, K depths, M mask rows, H hidden, V' draft vocabulary, n taps, L layers,
 S cache slots, W width of a committed run, E mask rows in use (depth of the draft - 1), g key/value
@@ -66,8 +65,8 @@ class Config(TapConfig):
 
 
 def from_eagle3(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """EAGLE-3's layer becomes the first one. Those behind it begin with outputs of zero, so that
-    the first token is drafted as before."""
+    """EAGLE-3's layer becomes the first one. The layers after it start with outputs of zero, so
+    that the first token is drafted as before."""
     found = renamed(given, "midlayer.", "layers.0.")
     for name, value in drafter.state_dict().items():
         if name not in found and name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -100,7 +99,8 @@ class Drafter(TapDrafter):
         unset_parameters(self)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """See `TapDrafter`; an unknown token starts as the mean of all, an unknown state small."""
+        """See `TapDrafter`; `mask_embedding` starts as the mean of all embeddings, `mask_hidden`
+        with small random values."""
         super().initialise(weights, generator)
         init.normal(self.mask_hidden, 0.02, generator)
         init.copy(self.mask_embedding, weights.embedding.float().mean(0))
@@ -120,7 +120,7 @@ class Drafter(TapDrafter):
         return self.mask_embedding.expand(shape), self.fuse(taps).expand(shape)
 
     def _read(self, index: int, embedded: Tensor, states: Tensor) -> Tensor:
-        """What layer `index` feeds its attention: states [B, T, H], in the first embeddings too."""
+        """Input of layer `index`'s attention: states [B, T, H], in the first with embeddings."""
         layer = self._layers[index]
         if isinstance(layer, FusingLayer):
             return layer.read(embedded, states)
@@ -222,7 +222,7 @@ class Drafter(TapDrafter):
             # mask rows last: they share slots with padding
             for span in (slice(0, width), slice(width, None)):
                 state.store(index, rows, slots[:, span], key[:, span], value[:, span])
-            if index == len(self.layers) - 1:  # only what predicts goes on
+            if index == len(self.layers) - 1:  # only rows that predict go on
                 read, states, cosine, sine = (
                     part[rows, wanted] for part in (read, states, cosine, sine)
                 )

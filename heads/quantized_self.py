@@ -1,14 +1,15 @@
 """Quantised self: the target with 8-bit or 4-bit weights drafts for itself.
 
-A quantised copy of the target picks the target's own token nearly always, so chains are accepted
-almost whole (QuantSpec, 2502.10424; ML-SpecQD, 2503.13565), and where decoding is bound by reading
-weights a draft costs a half or a quarter of a plain step. Weights are quantised when the drafter is
-bound (`heads.nn.quantized`), nothing is trained or stored. Of committed tokens its cache holds the
-target's own keys and values, by the target's own projections of the true streams; of drafted tokens
-it holds what the quantised layers gave (`heads.nn.target.drafting`).
+A quantised copy of the target nearly always picks the target's own token, so chains are accepted
+almost whole (QuantSpec, 2502.10424; ML-SpecQD, 2503.13565). Where decoding is bound by reading
+weights, a draft costs a half or a quarter of a plain step. Weights are quantised when the drafter
+is bound (`heads.nn.quantized`); nothing is trained or stored. For committed tokens, the cache holds
+the target's own keys and values, which the target's own projections compute from the true streams;
+for drafted tokens, it holds those of the quantised layers (`heads.nn.target.drafting`).
 
-It pays only where the packed product is faster than the plain one (bfloat16; on CPUs for one or a
-few rows); elsewhere weights are unpacked for every product, and drafting is slower than the target.
+It pays off only where the packed product is faster than the plain one (bfloat16; on CPUs for one or
+a few rows). Elsewhere weights are unpacked for every product, and drafting is slower than the
+target.
 
 Legend: B rows, T positions, H hidden, V vocabulary.
 """

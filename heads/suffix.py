@@ -1,17 +1,17 @@
-"""Suffix lookup: what most often followed the longest earlier occurrence of the newest tokens, in
-the row's own text and in answers to earlier requests.
+"""Suffix lookup: drafts what most often followed the longest earlier occurrence of the newest
+tokens, in the row's own text and in answers to earlier requests.
 
 After SuffixDecoding (Oliaro et al., 2411.04975) and SAM-Decoding (Hu et al., 2411.10666), which
-walk suffix trees and automata; the same counts are taken here by comparing the newest tokens with
+walk suffix trees and automata. Here the same counts come from comparing the newest tokens with
 every position of the texts at once (`heads.nn.lookup.counts`), in tensors of fixed shapes. The
-longest match wins, wherever it is found; among its occurrences the most frequent continuation is
-drafted, and in trees the most frequent ones. A draft ends where its path has become too rare: what
-is behind is dead (`Proposal.limit`). No weights, no states of the target.
+longest match wins, wherever it is found. Among its occurrences the most frequent continuation is
+drafted; a tree takes the most frequent ones. A draft ends where its path becomes too rare: deeper
+nodes are dead (`Proposal.limit`). The drafter has no weights and reads no states of the target.
 
-Answers are remembered as they are committed, in rings that belong to the drafter and not to a batch
-(`heads.nn.lookup.archive`): repeated traffic (agents, templates, the same question again) is then
+Answers are stored as they are committed, in rings that belong to the drafter and not to a batch
+(`heads.nn.lookup.archive`), so repeated traffic (agents, templates, the same question again) is
 drafted from earlier answers. A measurement that answers the same prompts twice with one drafter
-measures just that: `Drafter.forget` empties the rings.
+measures this effect; `Drafter.forget` empties the rings.
 
 Legend: B rows, N nodes, S slots of a row's text, R rings, A slots of a ring, K occurrences, D
 depth.
@@ -97,7 +97,8 @@ class Drafter:
             self._archive.forget()
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        """State after prefill. A batch wider than any before gets rings with what was known."""
+        """State after prefill. For a batch wider than any before, new rings take over the stored
+        answers."""
         history = History.start(seen, tree.max_depth, capacity)
         least, given = 2 * (self.config.context + tree.max_depth + 3), self.config.history_tokens
         if 0 < given < least:
@@ -157,7 +158,8 @@ class Drafter:
         return tokens, torch.where(lengths > 0, weights, 0.0), longest[:, 0]
 
     def _own(self, state: State, newest: Tensor) -> Tensor:
-        """Tokens up to each slot of the row's text [B, S] that equal the newest; 0 at the root."""
+        """How many tokens up to each slot of the row's text [B, S] equal the newest; 0 at the
+        root."""
         tokens = state.history.tokens
         slots = torch.arange(tokens.shape[1], device=tokens.device)
         same, matched = slots < state.history.last, torch.zeros_like(tokens)
@@ -182,9 +184,9 @@ class Drafter:
         return matched
 
     def _continuations(self, state: State, place: Tensor) -> Tensor:
-        """What followed places [B, K] of texts and rings [B, K, D]; -1 behind an answer's end.
+        """What followed places [B, K] of texts and rings [B, K, D]; -1 after an answer's end.
 
-        The row's own text starts over behind its newest token, which continues a repetition.
+        The row's own text starts over after its newest token, which continues a repetition.
         """
         history, archive = state.history, state.archive
         own = history.tokens.shape[1]

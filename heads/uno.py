@@ -1,23 +1,26 @@
 """Uno: the target with a low-rank update that is switched on only while drafting (2609.04010).
 
-What is drafted and verified runs through the same weights: the target verifies as it is, and the
-same layers with a LoRA added draft several tokens in one pass. From the paper's published code
-(github.com/ifm-ai/uno) and SGLang's implementation of it: a pass reads [root, noise x (b - 1)],
-where noise is tokens drawn uniformly from the vocabulary (uniform discrete diffusion, denoised in
-one step); the update applies to the noise rows alone, so that the row of the root gives the
-target's own prediction; the row at position p predicts the token at p + 1, and sees what stands
-before it (causal inside the block too); only the update is trained, towards the target's
-distribution at the true tokens (diffusion distillation; the published recipe: total variation
-alone, rank 128, all seven linear layers, blocks growing in six equal stages to 16); a tree is the
-best paths of the independent distributions.
+Drafting and verification use the same weights: the target verifies as it is, and the same layers
+with a LoRA added draft several tokens in one pass. From the paper's published code
+(github.com/ifm-ai/uno) and SGLang's implementation of it:
 
-Ours: noise of a drafted position follows from the position, so that a draft depends on the text
-alone; training takes blocks behind randomly drawn roots, where the published code cuts a noised
-copy of the sequence into blocks; `slots=mask` fills the rows with one trained vector instead, as
-PARD (2504.18583) does with a mask token. Committed tokens have the target's own keys and values
-(`heads.nn.target.drafting`), so the target itself is never touched. A cycle reads the target's
-weights twice and commits two tokens at least, the root's own prediction and the bonus: what is
-accepted of the noise rows is the gain.
+- A pass reads [root, noise x (b - 1)], where noise is tokens drawn uniformly from the vocabulary
+  (uniform discrete diffusion, denoised in one step).
+- The update applies to the noise rows alone, so the root's row gives the target's own prediction.
+- The row at position p predicts the token at p + 1 and sees the tokens before it (causal inside the
+  block too).
+- Only the update is trained, towards the target's distribution at the true tokens (diffusion
+  distillation; the published recipe: total variation alone, rank 128, all seven linear layers,
+  blocks growing in six equal stages to 16).
+- A tree holds the best paths of the independent distributions.
+
+Differences here: the noise of a drafted position follows from the position, so a draft depends on
+the text alone. Training takes blocks behind randomly drawn roots, where the published code cuts a
+noised copy of the sequence into blocks. `slots=mask` fills the rows with one trained vector
+instead, as PARD (2504.18583) does with a mask token. Committed tokens have the target's own keys
+and values (`heads.nn.target.drafting`), so the target itself never changes. A cycle reads the
+target's weights twice and commits at least two tokens, the root's own prediction and the bonus; the
+accepted tokens of the noise rows are the gain.
 
 Legend: B rows, T positions, A anchors per row, M = B * A blocks, b tokens per block, S = b - 1
 noise slots, K depths, R supervised (block, depth) pairs, H hidden, V vocabulary.
@@ -107,7 +110,7 @@ class Config:
             raise UserError(f"head.modules names a layer twice; given {list(self.modules)}.")
 
     def objective(self) -> Objective:
-        """What a slot is compared with."""
+        """The training objective of a slot."""
         return Objective(self.ce, self.kl, self.tv, self.lk, self.annealed_lk)
 
     def size_at(self, progress: float) -> int:
@@ -151,7 +154,7 @@ class Drafter(LayerDrafter):
         self._drafting = updated_layers(plain, updates, scale, bare=1)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """No update yet: every row predicts as the target would behind noise."""
+        """Updates start at zero: every row predicts as the target would after noise."""
         for part in self.modules():
             if isinstance(part, LowRank):
                 part.initialise(generator)
@@ -171,15 +174,15 @@ class Drafter(LayerDrafter):
         return self.config.noise_tokens or self.info.vocab_size
 
     def _fill(self, tokens: Tensor) -> Tensor:
-        """Inputs [..., H] of noise slots, by their noise tokens [...]."""
+        """Inputs [..., H] of noise slots, given their noise tokens [...]."""
         if self.mask_embedding is None:
             return self.target.embed(tokens)
         mask = self.mask_embedding.to(self.target.embedding.dtype)
         return mask.expand(*tokens.shape, -1)
 
     def _draw(self, generators: Sequence[torch.Generator], blocks: int, slots: int) -> Tensor:
-        """Noise tokens [B, A, S] for training: each row's from its own generator, whatever the
-        other rows' number of blocks."""
+        """Noise tokens [B, A, S] for training: each row's come from its own generator, whatever the
+        number of blocks in other rows."""
         shape = self.config.num_anchors, slots
         drawn = [torch.randint(self._noise_ids, shape, generator=one) for one in generators]
         return torch.stack(drawn)[:, :blocks].to(self.target.embedding.device)
@@ -221,7 +224,7 @@ class Drafter(LayerDrafter):
     def _outputs(
         self, batch: TrainBatch, contexts: list[KeyValue], anchors: Anchors, noise: Tensor
     ) -> Tensor:
-        """What enters the LM head [M, S, H] at the noise slots behind the roots of `anchors`;
+        """The LM head's input [M, S, H] at the noise slots behind the roots of `anchors`;
         noise [B, A, S]."""
         root_at = (anchors.last + 1).clamp(max=batch.tokens.shape[1] - 1)
         blocks, slots = noise.shape[:2], noise.shape[2]
@@ -312,7 +315,7 @@ def run_layer(layer: TargetLayer, states: Tensor, rotation: Rotation, attend: At
 
 
 def noise_at(positions: Tensor, ids: int) -> Tensor:
-    """Noise tokens below `ids` for positions of any shape: scattered evenly, the same every time.
+    """Noise tokens below `ids` for positions of any shape: evenly distributed and deterministic.
 
     Two rounds of multiplying by an odd number and folding the high bits down; the products wrap
     around in int64 on every device.

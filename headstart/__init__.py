@@ -1,4 +1,4 @@
-"""Headstart from Python: the one import that programs need.
+"""Headstart's Python interface: the only import that a program needs.
 
     import headstart
 
@@ -7,9 +7,9 @@
     print(engine.generate("Why is the sky blue?", max_new_tokens=64)[0].text)
 
 `import headstart` imports nothing heavy: a name is imported when it is first used. The packages
-behind it (`heads`, `inference`, `train`, `scripts`, `conf`) have everyday names, so a program's own
-`train.py` or `scripts/` may come before them on the import path; what is used from here finds the
-installed ones all the same (`headstart.siblings`).
+behind it (`heads`, `inference`, `train`, `scripts`, `conf`) have common names, so a program's own
+`train.py` or `scripts/` may come before them on the import path. Names used from here still resolve
+to the installed packages (`headstart.siblings`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from headstart.siblings import load_siblings
 def main() -> int:
     """Run one command; returns its exit status."""
     load_siblings(("heads", "inference", "train", "scripts", "conf"))
-    from scripts.cli import main as command  # found now whatever lies in the working directory
+    from scripts.cli import main as command  # found whatever lies in the working directory
 
     return command()
 

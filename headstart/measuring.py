@@ -1,4 +1,4 @@
-"""`headstart.measure`: what drafters are worth on prompts at hand, as the typed report."""
+"""`headstart.measure` measures drafters on given prompts and returns the typed report."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def measure(
     **settings: Any,
 ) -> Report:
     """Decode `prompts` with every drafter and without one, and return the report: tau, acceptance,
-    speed with intervals, and whether every text was the target's own.
+    speed with intervals, and whether every text equals the target's own.
 
-    target: a Hub id, a folder, its config, or one that is loaded already (an `Engine`'s too).
+    target: a Hub id, a folder, a `TargetConfig`, or a loaded target (also that of an `Engine`).
     drafters: checkpoint folders, names on the Hub, or head configs that need no training
     ("ngram"); a mapping gives them names. prompts: a list of texts, conversations or token ids, or
-    a .jsonl file or folder of them; all are measured but one, which warms up, unless
-    `prompts_per_domain` says fewer. out: folder for report.json and the
-    single responses, which an interrupted call continues; None: nothing is kept. settings: fields
-    of `DecodeConfig` for all drafters (`max_new_tokens=64`, `temperature=1.0`; the draft is the one
-    that a drafter was trained for unless `shape`, `depth` or `choices` say otherwise) and of
-    `BenchConfig` (`repeats=3`).
+    a .jsonl file or folder of them. One prompt warms up and all others are measured, unless
+    `prompts_per_domain` is smaller. out: folder for report.json and the single responses, from
+    which an interrupted call continues; None: nothing is kept. settings: fields of `DecodeConfig`
+    for all drafters (`max_new_tokens=64`, `temperature=1.0`) and of `BenchConfig` (`repeats=3`).
+    Each drafter decodes with the draft that it was trained for, unless `shape`, `depth` or
+    `choices` are given.
 
-    Raises `UserError` for unknown settings (the nearest one is named), drafters of another target,
-    and fewer than two prompts.
+    Raises `UserError` for unknown settings (the message suggests the nearest one), drafters of
+    another target, and fewer than two prompts.
     """
     decoding, bench = split_settings(settings)
     decode = build(DecodeConfig, decoding, "decode")
@@ -68,7 +68,7 @@ def measure(
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of `DecodeConfig` and of `BenchConfig`; raises `UserError` for any other. Both have
-    a seed: it is the answers'."""
+    a seed; a given one is that of the answers."""
     decode = {item.name for item in fields(DecodeConfig)}
     bench = {item.name for item in fields(BenchConfig)} - decode - {"prompts"}
     for name in settings:
@@ -81,7 +81,7 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def load_target(given: str | Path | TargetConfig | TargetModel | Engine) -> TargetModel:
-    """The target, loaded unless it is already."""
+    """The target, loaded if it is not yet."""
     if isinstance(given, Engine):
         return given.target
     if isinstance(given, TargetModel):
@@ -118,7 +118,7 @@ def find_one(source: str | Path) -> Found:
 def arm(
     name: str, found: Found, target: TargetModel, decode: DecodeConfig, given: Mapping[str, Any]
 ) -> Arm:
-    """The drafter, loaded, with the draft that it was trained for and then what was given."""
+    """The loaded drafter, with the draft that it was trained for, changed by the given settings."""
     changes = {key: value for key, value in given.items() if key in found_by.DRAFT_KEYS}
     own = found_by.draft_settings(found, decode, changes)
     path = "" if found.checkpoint is None else str(found.checkpoint)
@@ -126,7 +126,7 @@ def arm(
 
 
 def load_given(prompts: str | Path | Sequence[Given]) -> list[Prompt]:
-    """Prompts from a file, or those that were given, numbered."""
+    """Prompts from a file or folder, or the given ones, numbered."""
     if isinstance(prompts, (str, Path)):
         if isinstance(prompts, str) and not Path(prompts).expanduser().exists():
             raise UserError(
@@ -138,7 +138,7 @@ def load_given(prompts: str | Path | Sequence[Given]) -> list[Prompt]:
 
 
 def numbered(number: int, prompt: Any) -> Prompt:
-    """A prompt with its place as its id."""
+    """A prompt with its number as its id."""
     name = f"{DOMAIN}-{number:04d}"
     if isinstance(prompt, str):
         return Prompt(name, DOMAIN, messages=({"role": "user", "content": prompt},))

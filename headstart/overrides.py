@@ -1,6 +1,7 @@
-"""Python values as settings of the command line: `optim={"lr": 1e-4}` is `optim.lr=0.0001`.
+"""Python values as settings of the command line: `optim={"lr": 1e-4}` becomes `optim.lr=0.0001`.
 
-One composition (`scripts.config`) serves both, so defaults, checks and messages are the same.
+Both go through the same composition (`scripts.config`), so defaults, checks and messages are the
+same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from scripts.config.compose import options
 PLAIN = re.compile(r"[A-Za-z_./~][\w./@:-]*", re.ASCII)
 """Texts that Hydra's grammar reads as they are."""
 WORDS = ("null", "true", "false", "nan", "inf")
-"""What it reads as another type."""
+"""Texts that it reads as another type."""
 
 
 def spell(key: str, value: Any) -> str:
@@ -57,7 +58,7 @@ def name_or_path(group: str, own: str, given: str | Path) -> list[str]:
 
 
 def spell_groups(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Keyword arguments as overrides: a mapping sets keys of its group, anything else chooses an
+    """Keyword arguments as overrides: a mapping sets keys of its group, any other value chooses an
     option of it."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:

@@ -1,9 +1,9 @@
 """Finds Headstart's packages whatever else is on the import path.
 
-`heads`, `inference`, `train`, `scripts` and `conf` lie beside the folder `headstart`, in
-site-packages as well as in a clone. A program's own `train.py` or `scripts/` comes first on the
-import path; these packages are therefore loaded from their folders by name, and imports inside of
-them then find them in `sys.modules`.
+`heads`, `inference`, `train`, `scripts` and `conf` lie beside the folder `headstart`, both in
+site-packages and in a clone. A program's own `train.py` or `scripts/` comes first on the import
+path. Therefore these packages are loaded from their folders by name, and imports inside them find
+them in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ HOME = Path(__file__).resolve().parents[1]
 def load_siblings(names: Iterable[str]) -> None:
     """Put Headstart's own packages of these names into `sys.modules`.
 
-    Raises ImportError when a module of another origin has such a name already: two modules of one
-    name cannot be in one process.
+    Raises ImportError if a module of another origin already has such a name: one process cannot
+    hold two modules of the same name.
     """
     for name in names:
         folder, loaded = HOME / name, sys.modules.get(name)
@@ -36,7 +36,7 @@ def load_siblings(names: Iterable[str]) -> None:
 
 
 def _load(name: str, folder: Path) -> None:
-    """Import the package in `folder` under `name`, without a look at the import path."""
+    """Import the package in `folder` under `name`, without using the import path."""
     file = folder / "__init__.py"
     spec = importlib.util.spec_from_file_location(
         name, file, submodule_search_locations=[str(folder)]

@@ -1,8 +1,7 @@
-"""`headstart.train`: prompts in, a drafter out, with the command line's stages and settings.
+"""`headstart.train` trains a drafter on prompts, with the command line's stages and settings.
 
-A call is `headstart generate` followed by `headstart train`: the same folders and defaults, the
-same messages, and the same rule for a repeated call, which continues what was interrupted and skips
-what is complete.
+A call does the same as `headstart generate` followed by `headstart train`, with the same folders,
+defaults and messages. A repeated call continues what was interrupted and skips what is complete.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from train.manifest import read_training
 @dataclass(frozen=True)
 class Trained:
     """A finished training. checkpoint: the drafter's folder; target: Hub id or folder of the model
-    that it drafts for; tau: the best measured one with its 95% interval, None where none was
-    measured; steps: updates done; folder: all that was written."""
+    that it drafts for; tau: the best measured one with its 95% interval, None if none was measured;
+    steps: updates done; folder: the folder of all files written."""
 
     checkpoint: Path
     target: str
@@ -46,18 +45,18 @@ def train(
     overrides: Sequence[str] = (),
     **settings: Any,
 ) -> Trained:
-    """Train a drafter and return where it lies and how good it is.
+    """Train a drafter and return its checkpoint and its measured tau.
 
     head: a head config (`headstart train --help` lists them). target: a Hub id or a folder, or the
     name of an option (`conf/target/`); None: the embedded one. data: a file of prompts, or the name
     of an option (`conf/data/`); None: the embedded prompts. answers: a folder of `generate` to
-    train on in place of answering `data`. run, root: the run writes to `root/run/`; None: the
+    train on; `data` is then not answered. run, root: the run writes to `root/run/`; None: the
     recipe's, else `outputs/default/`. overrides: settings as on the command line ("optim.lr=1e-4").
-    settings: the same by group, an option's name or a mapping: `engine="torch"`,
+    settings: the same by group, as an option's name or a mapping: `engine="torch"`,
     `optim={"lr": 1e-4}`, `train={"max_steps": 500}`.
 
-    Raises `UserError` for what the command line refuses: unknown names (the nearest one is named),
-    values out of range, a folder that was made with other settings.
+    Raises `UserError` for what the command line refuses: unknown names (the message suggests the
+    nearest one), values out of range, a folder that was made with other settings.
     """
     both = compose(head, target, data, answers, run, root, overrides, settings)
     training = both.derive("train")  # all is checked before anything starts
@@ -89,8 +88,8 @@ def compose(
 
 
 def read_result(folder: Path, target: str) -> Trained:
-    """The outcome of a finished training in `folder`. target: what it was trained for; a joint
-    training made a new one."""
+    """The outcome of a finished training in `folder`. target: the model it was trained for; a joint
+    training replaces it by its new target."""
     manifest = read_training(folder)
     best = manifest["best"]
     if "joint" in manifest:

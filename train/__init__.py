@@ -1,1 +1,1 @@
-"""What turns a target's answers into a drafter: generation, data, features, the training loop."""
+"""Training of drafters: generation of answers, data, features and the training loop."""

@@ -1,4 +1,5 @@
-"""The settings of a training, which contradict each other, and what identifies it on resumption."""
+"""The settings of a training, checks that they fit together, and the facts that identify it when it
+continues."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ class TrainConfig:
             )
 
     def steps(self, per_epoch: int) -> int:
-        """Updates in all, where one pass over the data takes `per_epoch`."""
+        """The total number of updates, if one pass over the data takes `per_epoch`."""
         return self.max_steps or max(1, round(self.epochs * per_epoch))
 
 
@@ -136,7 +137,7 @@ class TrainingJob:
 
 def with_prompts(job: TrainingJob) -> TrainingJob:
     """The job with the prompts that tau is measured on: its own, or those that were held out of
-    the answers' data. Raises `UserError` where there are none and tau is to be measured."""
+    the answers' data. Raises `UserError` if there are none and tau is to be measured."""
     if job.config.prompts:
         return job
     found = held_out_prompts(job.data, "validation")
@@ -153,7 +154,7 @@ def with_prompts(job: TrainingJob) -> TrainingJob:
 
 
 def refuse_senseless(job: TrainingJob) -> None:
-    """Raise `UserError` for settings that together make no training."""
+    """Raise `UserError` for settings that do not fit together."""
     kind, mode = get_kind(job.kind), job.features.mode
     if not kind.trainable or (not job.joint.on and not kind.needs_training(job.head)):
         raise UserError(
@@ -186,7 +187,8 @@ def refuse_senseless(job: TrainingJob) -> None:
 
 
 def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
-    """What a run is: stored with every state, compared when it continues. Plain JSON values."""
+    """The facts that identify a run: stored with every state and compared when it continues. Plain
+    JSON values."""
     config, answers = job.config, job.data / MANIFEST_FILE
     start = asdict(config.refresh)
     if not config.refresh.adapter:
@@ -225,7 +227,7 @@ def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
         for name in changed
         if name in MUST_MATCH
     ]
-    # earlier states know AdamW alone
+    # states of earlier versions were all trained with AdamW
     before, now = (run.get("optim", {}).get("kind", "adamw") for run in (snapshot.run, facts))
     if before != now:
         refused.append(f"optim.kind was {before}, is {now}")

@@ -1,8 +1,8 @@
-"""The processes of one training run: who they are, what they add up, and how they part.
+"""The processes of one training run: ranks, collective operations, and an orderly exit.
 
-A single process needs no group; DeepSpeed asks for one all the same (`always`). Under a launcher
-(torchrun, deepspeed) rank and size come from the environment, and the group speaks NCCL on CUDA and
-gloo on the CPU.
+A single process needs no group, but DeepSpeed requires one (`always`). Under a launcher (torchrun,
+deepspeed) rank and size come from the environment, and the group uses NCCL on CUDA and gloo on the
+CPU.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
 
 @dataclass(frozen=True)
 class World:
-    """This process among all of the run. group: of the processes that train, None where all do (see
-    train/features/group.py); helpers: processes of the launch, not part of `size`, that run the
-    target for those."""
+    """This process's place in the run. group: the process group of those that train, None if all do
+    (see train/features/group.py); helpers: number of further processes of the launch, not part of
+    `size`, that run the target for them."""
 
     rank: int = 0
     size: int = 1
@@ -50,7 +50,7 @@ class World:
         return values
 
     def from_main(self, values: Sequence[float]) -> list[float]:
-        """The main process's numbers in every process, which pass as many. Collective."""
+        """The main process's numbers, in every process; all must pass equally many. Collective."""
         if self.size == 1:
             return list(values)
         carried = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -58,7 +58,7 @@ class World:
         return [float(value) for value in carried.tolist()]
 
     def gather(self, text: str) -> list[str]:
-        """A short text of every process, in the order of ranks, in every process. Collective."""
+        """The short texts of all processes, in the order of ranks, in every process. Collective."""
         if self.size == 1:
             return [text]
         texts: list[Any] = [None] * self.size
@@ -66,14 +66,14 @@ class World:
         return texts
 
     def wait(self) -> None:
-        """Return when every process has come here. Collective."""
+        """Return once every process has called this. Collective."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
 
 def join_world(wanted: str | torch.device, *, always: bool = False) -> World:
     """This process's `World`, with a process group when there are several or `always` is set.
-    wanted: cpu, cuda or cuda:N; among several processes each takes the CUDA device of its
+    wanted: cpu, cuda or cuda:N; if there are several processes, each uses the CUDA device of its
     LOCAL_RANK."""
     rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
     device = torch.device(wanted)
@@ -95,23 +95,23 @@ def _join_group(rank: int, size: int, backend: str) -> None:
         elif size > 1:
             own = {"timeout": JOIN_TIMEOUT}
         else:
-            # in memory: no port to choose, nothing for another run on this machine to collide with
+            # in memory: needs no port and cannot collide with another run on this machine
             own["store"] = dist.HashStore()
         dist.init_process_group(backend, **own)
     leave_in_order()
 
 
 def restart_store(rank: int, size: int) -> dist.Store:
-    """The launch's store, with keys of its own for every restart by torchrun on one machine:
-    torchrun (2.13) keeps one store over all restarts, with the addresses of processes that died.
-    Agents of several machines may count restarts differently; there the launch scripts set
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a store of its own."""
+    """The launch's store, with separate keys for every restart by torchrun on one machine. torchrun
+    (2.13) keeps one store over all restarts, which still holds the addresses of processes that
+    died. Agents on several machines may count restarts differently; there the launch scripts set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a separate store."""
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
     return dist.PrefixStore(f"attempt_{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def leave_in_order() -> None:
-    """Let `leave_world` run when the interpreter ends, once."""
+    """Register `leave_world` to run once, when the interpreter exits."""
     atexit.unregister(leave_world)
     atexit.register(leave_world)
 
@@ -119,10 +119,11 @@ def leave_in_order() -> None:
 def leave_world() -> None:
     """Leave the process group, so that the interpreter can end; runs at exit.
 
-    Why the pauses: after a collective, gloo's worker thread drops its references to the tensors,
-    for which it needs Python's lock. If the interpreter begins to end while a worker waits for that
-    lock, Python ends the thread from inside a C++ destructor and the process aborts ("terminate
-    called without an active exception") although all its work is done. Pausing hands the lock over.
+    The pauses are needed because gloo's worker thread drops its references to the tensors after a
+    collective, and takes Python's lock for that. If the interpreter begins to exit while a worker
+    waits for the lock, Python ends the thread inside a C++ destructor and the process aborts
+    ("terminate called without an active exception") although all its work is done. A pause releases
+    the lock.
     """
     gc.collect()
     for _ in range(_HANDOVERS):

@@ -1,7 +1,7 @@
 """The training loop: steps, figures, evaluations, saves, and the reasons to stop.
 
-It knows an engine, features, a loader and a way to measure; nothing of targets, kinds or files of
-drafters (`train.setup`).
+It uses an engine, features, a loader and a function that measures tau. Targets, kinds and the files
+of drafters are handled in `train.setup`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from train.tracking.tracker import Tracker
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A measured tau with its interval, what else is worth a line in the log, and some of the
-    answers."""
+    """A measured tau with its interval, further figures for the log, and some of the answers."""
 
     tau: float
     ci95: tuple[float, float]
@@ -52,9 +51,9 @@ KeepBest = Callable[[dict[str, Tensor]], None]
 
 @dataclass
 class Progress:
-    """What a run remembers besides weights and generators. tau, tau_ci95, best_step: of the best
-    evaluation (tau None before the first); stale: evaluations since; log_bytes: length of
-    log.jsonl; spent: time by part and other costs up to the last saved state (see
+    """The state of a run besides weights and random generators. tau, tau_ci95, best_step: of the
+    best evaluation (tau is None before the first); stale: evaluations since then; log_bytes: length
+    of log.jsonl; spent: time by part and other costs up to the last saved state (see
     `train.tracking.meter`)."""
 
     step: int = 0
@@ -87,10 +86,11 @@ class StepFigures:
 
 @dataclass
 class Trainer:
-    """One run in one process. schedule: its begin and end place this training in a whole one; rate:
-    step (0-based) -> learning rate; evaluate: None trains without measuring; run_facts: stored with
-    every state; main_alone: the context of what the main process alone does with the target;
-    breakable: a signal may break off a measurement (not where other processes serve it)."""
+    """One run in one process. schedule: its begin and end say which part of a whole training this
+    one is; rate: step (0-based) -> learning rate; evaluate: None trains without measuring;
+    run_facts: stored with every state; main_alone: the context for work that only the main process
+    does with the target; breakable: whether a signal may interrupt a measurement (not where other
+    processes serve it)."""
 
     engine: TrainEngine
     features: Features
@@ -115,22 +115,23 @@ class Trainer:
         self.saved_step = self.progress.step
         self.request = StopRequest()
         self.clock = self.meter.clock
-        # Features from elsewhere are waited for; those of a target that is here are computed.
+        # The loop waits for features from elsewhere; those of a local target are computed.
         self.arrived = getattr(getattr(self.features, "plain", self.features), "arrived", None)
         self.feature_part = "data" if self.arrived else "target"
 
     def run(self) -> str:
-        """Train to the end; returns why: "steps", "patience", "goal" or "seconds". A signal raises
-        `Stopped` after saving, a loss or gradient that is no number `UserError`."""
+        """Train to the end and return the reason: "steps", "patience", "goal" or "seconds". A
+        signal raises `Stopped` after the state is saved; a loss or gradient that is not finite
+        raises `UserError`."""
         config, progress = self.config, self.progress
-        # a signal saves in every process or in none: the main one may still have been comparing
-        # paths
+        # Wait first, so that a signal saves in every process or in none: the main process may still
+        # be comparing training with decoding.
         self.world.wait()
         with StopRequest() as request:
             self.request = request
             measured = progress.evaluated_step == progress.step
             if progress.step and self.due(config.eval_every) and not measured:
-                self.measure()  # broken off when the state was saved
+                self.measure()  # interrupted when the state was saved
             reason = self.stop_reason()
             for index, batches in self.rows(self.steps if not reason else progress.step):
                 if not self.wait_for_features(index, batches):
@@ -149,12 +150,12 @@ class Trainer:
                 self.measure()
             self.save()
             self.add_energy()
-            if self.any_process(bool(request.number)):  # it came with the last measurement or save
+            if self.any_process(bool(request.number)):  # came during the last measurement or save
                 self.leave(request)
         return reason or "steps"
 
     def rows(self, stop: int) -> Iterator[tuple[int, list[PackedBatch]]]:
-        """(index, micro-batches) of the steps before `stop`; waiting for them counts as `data`."""
+        """Yield (index, micro-batches) of the steps before `stop`; waiting counts as `data`."""
         dealt = self.loader.iterate(self.progress.step, stop)
         while True:
             with self.clock.part("data"):
@@ -167,7 +168,7 @@ class Trainer:
         return every > 0 and self.progress.step % every == 0
 
     def stop_reason(self) -> str:
-        """Why the run is over; empty while it is not. All processes decide alike."""
+        """The reason why the run ends; empty while it continues. All processes decide alike."""
         config, progress = self.config, self.progress
         if progress.step >= self.steps:
             return "steps"
@@ -180,8 +181,8 @@ class Trainer:
         return ""
 
     def wait_for_features(self, index: int, batches: list[PackedBatch]) -> bool:
-        """Wait for a step's features from elsewhere; False when a signal came first. All decide
-        alike: none begins a step that another one will not join."""
+        """Wait for a step's features from elsewhere; returns False if a signal comes first. All
+        processes decide alike, so none begins a step that another one does not join."""
         if self.arrived is None:
             return True
         with self.clock.part(self.feature_part):
@@ -189,11 +190,11 @@ class Trainer:
             return not self.any_process(not arrived)
 
     def any_process(self, said: bool) -> bool:
-        """Whether it holds in any process. Collective."""
+        """Whether `said` is true in any process. Collective."""
         return bool(self.world.add(torch.tensor(float(said), device=self.world.device)))
 
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
-        """One update of the weights, with figures of all processes; returns whether to stop."""
+        """Update the weights once and log the figures of all processes; returns whether to stop."""
         begun = time.perf_counter()
         supervised = self.loader.supervised(index)
         with self.meter.counting():
@@ -219,7 +220,7 @@ class Trainer:
     def forward_backward(
         self, index: int, batches: list[PackedBatch], supervised: int
     ) -> list[LossOutput]:
-        """Features, losses and gradients of this process's micro-batches."""
+        """Compute features, losses and gradients of this process's micro-batches."""
         outputs = []
         for place, packed in enumerate(batches):
             with self.clock.part(self.feature_part):
@@ -249,7 +250,7 @@ class Trainer:
         self.display.step(progress.step, line["loss"], speed, costs)
 
     def add_up(self, outputs: list[LossOutput], tokens: int, stop: bool) -> StepFigures:
-        """The step's sums over micro-batches and processes, with one message and one wait."""
+        """The step's sums over micro-batches and processes, with one all-reduce and one wait."""
         names = sorted({name for output in outputs for name in output.metrics})
         device = outputs[0].loss_sum.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -278,7 +279,7 @@ class Trainer:
 
     def measure(self) -> None:
         """Measure tau, and keep the weights if it is the best so far. A signal raises `Stopped`
-        after saving; the measurement then comes first when the training continues."""
+        after the state is saved; the training then continues with this measurement."""
         with self.clock.part("evaluation"):
             measured = self.evaluate_and_keep()
         if not measured:
@@ -294,7 +295,7 @@ class Trainer:
             return None
 
     def evaluate_and_keep(self) -> bool:
-        """See `measure`; returns whether it was done."""
+        """See `measure`; returns whether the measurement was completed."""
         progress = self.progress
         weights = self.engine.weights()
         numbers = [0.0, 0.0, 0.0]
@@ -325,7 +326,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Save the state unless that of this very step is there already."""
+        """Save the state, unless this step's state is saved already."""
         progress = self.progress
         if self.saved_step == progress.step:
             return
@@ -342,7 +343,7 @@ class Trainer:
         self.meter.add_energy(*self.world.add(own).tolist())
 
     def leave(self, request: StopRequest) -> None:
-        """Save and raise `Stopped`. A process without a signal of its own follows the others."""
+        """Save and raise `Stopped`, also in processes that got no signal themselves."""
         self.save()
         self.add_energy()
         name = request.name or "SIGTERM"

@@ -1,4 +1,4 @@
-"""What a training writes of itself: the facts that are stored with every state, and its manifest.
+"""What a training records: the facts that are stored with every state, and its manifest.
 
 docs/formats.md describes the fields. Settings are those of the configuration classes, as JSON
 values.
@@ -26,8 +26,8 @@ class TargetFacts(TypedDict):
 
 
 class RunFacts(TypedDict):
-    """What a training is: compared when it continues. data: SHA-256 of the answers' manifest; base:
-    of the weights of an adapter's base."""
+    """The facts that identify a training; they are compared when it continues. data: SHA-256 of the
+    answers' manifest; base: SHA-256 of the weights of an adapter's base."""
 
     kind: str
     head: Settings
@@ -48,12 +48,12 @@ class DataFacts(TypedDict):
     path: str
     manifest_sha256: str
     domains: NotRequired[list[str]]
-    """Those that were trained on, unless it were all."""
+    """The domains that were trained on; missing if all were."""
     validation: NotRequired[list[str]]
 
 
 class BestFacts(TypedDict):
-    """The best evaluation; tau is None where it was not measured."""
+    """The best evaluation; tau is None if it was not measured."""
 
     step: int
     tau: float | None
@@ -89,7 +89,7 @@ class AdapterFacts(TypedDict):
 
 
 class TrainOutcome(TypedDict):
-    """What a training says in its manifest. Paths are relative to the manifest's folder."""
+    """The content of a training's manifest. Paths are relative to the manifest's folder."""
 
     kind: str
     head: Settings
@@ -120,5 +120,5 @@ class TrainManifest(TrainOutcome):
 
 
 def read_training(folder: Path) -> TrainManifest:
-    """The manifest of a finished training; raises `UserError` where there is none."""
+    """The manifest of a finished training; raises `UserError` if there is none."""
     return read_manifest_as(TrainManifest, folder, "train")

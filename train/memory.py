@@ -1,4 +1,5 @@
-"""Freed memory: kept for training on the CPU, given back between phases of work on data."""
+"""Freed memory: kept for training on the CPU, returned to the system between phases of data
+work."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed; returns whether it could be asked to. A step frees and takes
-    tensors of [tokens, vocabulary] again and again; mapping each anew, filled with zeros page by
-    page, was a third of a step on two cores (Medusa 0.72 -> 0.45 s, EAGLE-3 1.06 -> 0.66 s). The
-    process holds on to its peak of memory until it ends."""
+    """Let glibc keep freed memory; returns whether it accepted all settings. A step repeatedly
+    frees and allocates tensors of [tokens, vocabulary]. Mapping each anew, zeroed page by page, was
+    a third of a step on two cores (Medusa 0.72 -> 0.45 s, EAGLE-3 1.06 -> 0.66 s). The process
+    keeps its peak memory until it ends."""
     if sys.platform != "linux":
         return False
     try:
@@ -23,13 +24,13 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     wishes = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_ARENA_MAX, 1))
-    # a refusal must not keep the others from being asked
+    # try every setting, even if one is refused
     return [mallopt(option, value) for option, value in wishes] == [1, 1, 1]
 
 
 def give_back_freed_memory() -> None:
-    """Return freed memory of Arrow's pool and glibc's heap to the system: what one phase needed is
-    then not held through the next."""
+    """Return freed memory of Arrow's pool and glibc's heap to the system, so that one phase's
+    memory is not held during the next."""
     pa.default_memory_pool().release_unused()
     if sys.platform != "linux":
         return

@@ -1,12 +1,12 @@
-"""Muon for matrices and AdamW for the rest, in one optimiser, also where ZeRO 1 and 2 have divided
-the matrices among processes.
+"""Muon for matrices and AdamW for the rest, in one optimiser. It also works where ZeRO 1 or 2 has
+divided the matrices among processes.
 
 Muon (Jordan, https://kellerjordan.github.io/posts/muon; Liu et al., 2502.16982) replaces the update
 of a matrix by the nearest matrix with orthonormal rows or columns, so that all directions of a
-weight learn at one pace. Its state is one momentum per element and can be divided like AdamW's; the
-orthogonalisation needs the whole matrix. A process orthogonalises the matrices that it holds whole;
-a matrix that lies across a border is added up from its pieces, at most one for each border of each
-group.
+weight learn at the same rate. Its state is one momentum per element and can be divided like
+AdamW's; the orthogonalisation needs the whole matrix. A process orthogonalises the matrices that it
+holds whole. A matrix that is cut by a border between processes is summed from its pieces; each
+group has at most one such matrix per border.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from torch.optim.adamw import adamw
 from inference.processor import multiplies_bfloat16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial that is iterated: steep at zero, within [0.7, 1.2] around one."""
+"""Coefficients of the iterated quintic polynomial: steep at zero, within [0.7, 1.2] around one."""
 ITERATIONS = 5
 
 
 def orthogonalise(update: Tensor) -> Tensor:
-    """Return about U V' of the singular value decomposition U S V' of each matrix.
+    """Return an approximation of U V', where U S V' is the singular value decomposition of each
+    matrix.
 
-    update [..., rows, columns]; by Newton-Schulz iterations on the matrix divided by its Frobenius
-    norm, in bfloat16, which is the result's dtype; on CPUs that emulate bfloat16, in float32.
+    update [..., rows, columns]. The Newton-Schulz iterations start from the matrix divided by its
+    Frobenius norm. They run in bfloat16, or in float32 on CPUs that emulate bfloat16; that is also
+    the result's dtype.
     """
     a, b, c = COEFFICIENTS
     turned = update.shape[-2] > update.shape[-1]
@@ -47,9 +49,9 @@ def orthogonalise(update: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one process holds of a matrix: elements [start, start + count) of the flattened weight
-    of `shape`, from `at` on in the flat tensor that is updated. count is 0 for a matrix that other
-    processes have divided among them."""
+    """The part of a matrix that one process holds: elements [start, start + count) of the flattened
+    weight of `shape`, stored from index `at` on in the flat tensor that is updated. count is 0 for
+    a matrix that is divided among other processes."""
 
     shape: tuple[int, ...]
     start: int
@@ -62,8 +64,9 @@ class Piece:
 
 
 def divide(shapes: Sequence[tuple[int, ...]], size: int, rank: int) -> list[Piece]:
-    """Return what process `rank` holds of weights that lie one behind the other and are cut every
-    `size` elements: matrices of its own, and in one order in all processes those that are cut."""
+    """Return what process `rank` holds of weights that are stored one after the other and cut every
+    `size` elements: the matrices that it holds whole, and all matrices that are cut, which come in
+    the same order in every process."""
     pieces, offset = [], 0
     for shape in shapes:
         end = offset + prod(shape)
@@ -99,8 +102,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self._add: Callable[[Tensor], Tensor] = lambda part: part
 
     def hold(self, pieces: Sequence[Sequence[Piece]], add: Callable[[Tensor], Tensor]) -> None:
-        """Say what the flat tensors are made of that took the place of the groups' weights. pieces:
-        of each group (`divide`); add: the sum of a tensor over the processes."""
+        """Describe the flat tensors that have replaced the groups' weights. pieces: those of each
+        group (`divide`); add: returns the sum of a tensor over the processes."""
         for group, parts in zip(self.param_groups, pieces, strict=True):
             if group["muon"]:
                 (flat,) = group["params"]

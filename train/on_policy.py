@@ -1,14 +1,14 @@
-"""Training on the drafter's own words: it continues answers, and the target judges what it wrote.
+"""On-policy training: the drafter continues answers and learns from the target on its own text.
 
-Answers of the target show a drafter only text that the target wrote; its own drafts lead elsewhere.
-Generalised knowledge distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix both. Here a
-share of the packed rows is rewritten: in every document of such a row an answer is cut at a random
-place, the drafter drafts on from there as it does when it serves (`start` on the target's true
-states, `propose` of one deep chain, with sampling noise of its own), and the target's features are
-computed again. What follows the window is not supervised, unless that is asked for.
+The target's answers show the drafter only text that the target wrote, while its own drafts lead to
+other text. Generalised knowledge distillation (GKD, 2306.13649) and DistillSpec (2310.08461) mix
+both. Here a share of the packed rows is rewritten. In every document of such a row, an answer is
+cut at a random place and the drafter continues from there as in serving: `start` on the target's
+true states, then `propose` of one deep chain, with separate sampling noise. The target's features
+are then computed again. Tokens after the window are not supervised unless `rest` is set.
 
-Everything drawn comes from the rows' seeds, and the weights are those of the step: the same for any
-number of processes that train the same rows, and after a restart.
+All random numbers come from the rows' seeds, and the weights are those of the step. The rewritten
+rows are therefore the same for any number of processes that train them, and after a restart.
 
 Legend: B rows, T positions, D documents that are continued, W window, n taps, H hidden.
 """
@@ -33,7 +33,7 @@ from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import Features
 
-# what is drawn here differs from what the loss draws with the same seeds
+# makes the random numbers differ from those that the loss draws with the same seeds
 _OWN_STREAM = 0x2545F4914F6CDD1D
 _MASK63 = (1 << 63) - 1
 
@@ -64,7 +64,7 @@ class OnPolicyConfig:
 @dataclass(frozen=True)
 class Cut:
     """Where a document is continued. row, first: where it begins; last: the last true token kept,
-    the root; room: most tokens to write; end: one behind the document; seed: of the sampling
+    the root; room: most tokens to write; end: one past the document; seed: of the sampling
     noise."""
 
     row: int
@@ -76,7 +76,7 @@ class Cut:
 
 
 class OnPolicyFeatures:
-    """Features of rows of which the drafter in training has rewritten a share. eos: end-of-text
+    """Features of rows, a share of which the drafter in training has rewritten. eos: end-of-text
     tokens. Raises `UserError` for drafters that cannot be trained like this."""
 
     def __init__(
@@ -95,7 +95,7 @@ class OnPolicyFeatures:
         self.tree = TokenTree.chain(config.window)
 
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
-        """`packed` with features, some of its rows rewritten."""
+        """`packed` with features and with some of its rows rewritten."""
         batch, config = self.plain.batch(packed, step), self.config
         if step < config.start or (step - config.start) % config.every:
             return batch
@@ -110,7 +110,7 @@ class OnPolicyFeatures:
             ends = torch.isin(words, self.eos).nonzero()
             length = int(ends[0]) + 1 if ends.numel() else words.shape[0]
             tokens[cut.row, cut.last + 1 : cut.last + 1 + length] = words[:length]
-            # what was learnt of the answer's own token says nothing of these
+            # the weights of the answer's own tokens do not apply to the new ones
             if weights is not None:
                 weights[cut.row, cut.last + 1 : cut.last + 1 + length] = 1.0
             if ends.numel() or not config.rest:
@@ -122,7 +122,7 @@ class OnPolicyFeatures:
 
     @torch.no_grad()
     def _continue(self, batch: TrainBatch, cuts: Sequence[Cut]) -> Tensor:
-        """What the drafter drafts behind each cut: [D, W] int64."""
+        """The tokens [D, W] int64 that the drafter drafts after each cut."""
         device = batch.tokens.device
         rows, first, last = (
             torch.tensor([getattr(cut, name) for cut in cuts], device=device)
@@ -155,7 +155,7 @@ class OnPolicyFeatures:
 
 
 def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
-    """Which documents of which rows are continued, and where: drawn from the rows' seeds alone."""
+    """Draw, from the rows' seeds alone, which documents are continued and where."""
     cuts = []
     for row, seed in enumerate(packed.seeds.tolist()):
         generator = torch.Generator().manual_seed((seed ^ _OWN_STREAM) & _MASK63)
@@ -167,8 +167,7 @@ def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
                 continue
             places = (segments == number).nonzero().squeeze(1)
             first, end = int(places[0]), int(places[-1]) + 1
-            # A token that may be replaced: supervised, with the root and one token that was seen in
-            # front of it.
+            # Tokens that may be replaced: supervised, with the root and one seen token before them.
             targets = (mask[first + 2 : end].nonzero().squeeze(1) + first + 2).tolist()
             if not targets:
                 continue
@@ -181,7 +180,8 @@ def plan_cuts(packed: PackedBatch, config: OnPolicyConfig) -> list[Cut]:
 
 
 def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
-    """Raise `UserError` for drafters that would learn their own words, and for divided weights."""
+    """Raise `UserError` for drafters that would be taught their own tokens, and for divided
+    weights."""
     if not drafter.needs.logits:
         raise UserError(
             f"train.on_policy.share is above 0, but kind '{drafter.kind}', as configured, learns "

@@ -1,5 +1,5 @@
-"""AdamW or Muon, and the learning rate as a function of the step: resuming needs no scheduler
-state."""
+"""The optimiser (AdamW or Muon) and the learning rate. The rate is a function of the step, so
+resuming needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ScheduleConfig:
 def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:
     """The rate of update `step` (0-based) out of `total`: warm-up to `peak`, then down to `peak *
     min_ratio`, by half a cosine, a straight line, or (wsd) a line over the last `decay` share. A
-    part (`begin`, `end`) is the same curve, stretched to as many steps as the whole would have."""
+    part of a schedule (`begin` to `end`) follows the curve of the whole one."""
     if (schedule.begin, schedule.end) != (0.0, 1.0):
         whole = round(total / (schedule.end - schedule.begin))
         place = round(schedule.begin * whole) + step
@@ -98,13 +98,14 @@ def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) 
 
 
 def set_rate_scale(parameter: Tensor, scale: float) -> None:
-    """Give a weight a learning rate of its own: `scale` times that of the others."""
+    """Set a weight's learning rate to `scale` times that of the others."""
     vars(parameter)["rate_scale"] = scale
 
 
 def parameter_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups of trained weights in order of first appearance: Muon's, weights of
-    two dimensions or more with weight decay, vectors without; apart by `set_rate_scale`."""
+    """The optimiser's groups of trained weights. For every scale of `set_rate_scale`, in order of
+    first appearance: the weights for Muon, other weights of two dimensions or more (with weight
+    decay), and vectors (without)."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     turned = {id(p) for p in matrices(module)} if config.kind == "muon" else set()
     groups: list[dict[str, Any]] = []
@@ -123,7 +124,7 @@ def parameter_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, A
 
 def make_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimiser of a module's float32 weights (AdamW fused: one pass over memory); raises
-    `UserError` without any."""
+    `UserError` if there are no trainable ones."""
     groups = parameter_groups(module, config)
     if not groups:
         raise UserError(

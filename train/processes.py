@@ -1,4 +1,4 @@
-"""Several processes working as one, and leaving in good order when a scheduler asks for it."""
+"""Coordination of several processes, and an orderly exit when a scheduler requests it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Result = TypeVar("Result")
 
 
 def join_processes(target: TargetConfig) -> PartialState:
-    """This process's place in the launch; small objects are exchanged through gloo. Where there are
-    GPUs, nccl is joined too, so that a later stage in the same processes can train with it."""
+    """This process's place in the launch; small objects are exchanged through gloo. On GPUs, nccl
+    is set up too, so that a later stage in the same processes can train with it."""
     if pick_device(target.device).type == "cpu":
         state = PartialState(cpu=True, timeout=JOIN_TIMEOUT)
     else:
@@ -39,7 +39,7 @@ def join_processes(target: TargetConfig) -> PartialState:
 
 
 def on_main(state: PartialState, work: Callable[[], Result]) -> Result:
-    """The result of `work` in the main process, in all of them; so is its `UserError`."""
+    """Run `work` in the main process; its result is returned, or its `UserError` raised, in all."""
     box: list[Any] = [None, None]
     if state.is_main_process:
         try:
@@ -63,8 +63,8 @@ def own_device(target: TargetConfig, state: PartialState) -> TargetConfig:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 leave through `SystemExit` with status 0, as Ctrl-C leaves through
-    `KeyboardInterrupt`, so that answers are written first."""
+    """Make SIGTERM and SIGUSR1 raise `SystemExit` with status 0, as Ctrl-C raises
+    `KeyboardInterrupt`, so that answers are written before the process exits."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

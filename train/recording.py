@@ -1,9 +1,9 @@
 """Records of a generation's verifications, written part by part next to the answers.
 
 Every part file of answers (train/data/answers.py) has its records in files of the same name below
-<out>/records/, written just before it. A kill leaves at most records without a part; they are
-removed before the generation continues, because their rows are answered again. So no verification
-is lost or doubled. A sequence's name is its row's id.
+<out>/records/, written just before it. After a kill there may be records without a part. They are
+removed before the generation continues, because their rows are answered again, so no verification
+is lost or duplicated. A sequence's name is its row's id.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
 
 
 class PartRecords:
-    """What one process records; `world` processes share the size limit evenly."""
+    """The records of one process; `world` processes share the size limit evenly."""
 
     def __init__(
         self, out: Path, config: RecordsConfig, engine: Engine, drafter: str, world: int
@@ -53,7 +53,7 @@ class PartRecords:
         self._turns: dict[int, list[tuple[Completion, int]]] = {}
 
     def take(self, talk: Talk, completion: Completion) -> None:
-        """Keep a turn that `talk` has taken until its row is written."""
+        """Keep a finished turn of `talk` until its row is written."""
         self._turns.setdefault(talk.row.index, []).append((completion, talk.offset))
 
     def write(self, name: str, answers: Sequence[StoredAnswer]) -> None:
@@ -81,7 +81,7 @@ def drop_unanswered(out: Path) -> None:
 
 
 def count_records(out: Path, answered: int) -> dict[str, Any]:
-    """The manifest's entry: rows of both tables, and answers that are not on record."""
+    """The manifest's entry: rows of both tables, and answers without a record."""
     tables = {"verifications": VERIFICATIONS, "sequences": SEQUENCES}
     files = {name: (out / RECORDS).glob(f"{table}-*.parquet") for name, table in tables.items()}
     counts = {

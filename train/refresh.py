@@ -1,12 +1,12 @@
-"""Refreshing a drafter: training goes on from a finished checkpoint, for the same target or for one
-that has changed since.
+"""Refreshing a drafter: training continues from a finished checkpoint, for the same target or for
+one that has changed since.
 
-A target that was fine-tuned, quantised or asked to think aloud is no longer the one its drafter
-learnt from, and acceptance falls. A short training on its new answers brings it back. With
-`lora_rank` only low-rank updates of the drafter's linear layers are trained (LoRA, 2106.09685,
-through peft): less optimiser state, and what was learnt stays near. Updates are merged wherever
-weights leave the training, so that what comes out is an ordinary checkpoint of the same kind; with
-`adapter` its checkpoints hold the updates alone.
+When a target is fine-tuned, quantised or asked to think aloud, its drafter no longer matches it and
+acceptance falls. A short training on the target's new answers restores it. With `lora_rank`, only
+low-rank updates of the drafter's linear layers are trained (LoRA, 2106.09685, through peft). This
+needs less optimiser state and keeps the weights close to the start. Updates are merged whenever
+weights leave the training, so the result is an ordinary checkpoint of the same kind. With
+`adapter`, checkpoints hold the updates alone.
 
 Weights are [out, in] as `nn.Linear` holds them.
 """
@@ -102,9 +102,9 @@ def prepare_start(
     target: TargetConfig,
     load: LoadTarget = TargetModel.load,
 ) -> None:
-    """Bring a fresh float32 drafter to where the training starts: weights of the checkpoint,
-    low-rank updates if asked for. target, load: how the training's own target was loaded, and by
-    what; an old one is loaded likewise."""
+    """Give a fresh float32 drafter the weights that the training starts from: those of the
+    checkpoint, with low-rank updates if configured. target, load: the settings and the function
+    that loaded the training's own target; an old target is loaded in the same way."""
     if not config.init_from:
         return
     fresh = {name: value.clone() for name, value in drafter.state_dict().items()}
@@ -123,9 +123,9 @@ def load_start(
     *,
     whole: bool = False,
 ) -> None:
-    """Fill `drafter` from a checkpoint and say what carries over; raises `UserError` for a kind
+    """Fill `drafter` from a checkpoint and log what carries over; raises `UserError` for a kind
     that it cannot start from, and for another target. whole: the checkpoint must be the drafter
-    itself, without parts that differ, and no adapter."""
+    itself, without parts that differ, and must not be an adapter."""
     content = read_config(folder)
     if whole and ADAPTER_KEY in content:
         raise UserError(
@@ -195,13 +195,13 @@ def carry(
     seed: int,
     load: LoadTarget,
 ) -> None:
-    """Add to a loaded drafter the difference between fresh ones, for the same seed, of the new
-    target and of the old one.
+    """Add to a loaded drafter the difference between two fresh drafters of the same seed: that of
+    the new target minus that of the old one.
 
-    What a fresh drafter draws at random is the same in both and falls out; what it copies from the
-    target moves as the target did (the arithmetic of task vectors, 2212.04089). fresh: state of the
-    new target's fresh drafter. Raises `UserError` for a target of other sizes and for drafters that
-    draft from a vocabulary of their own choice.
+    Random weights are equal in both and cancel; weights copied from the target change as the target
+    did (the arithmetic of task vectors, 2212.04089). fresh: state of the new target's fresh
+    drafter. Raises `UserError` for a target of other sizes and for drafters with a draft vocabulary
+    of their own.
     """
     state = drafter.state_dict()
     if any(not value.is_floating_point() for value in state.values()):
@@ -218,7 +218,8 @@ def carry(
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:
-    """Freeze the drafter and give its linear layers trainable updates, zero at first, by seed."""
+    """Freeze the drafter and add trainable low-rank updates to its linear layers. The updates start
+    at zero; `seed` fixes their random factors."""
     names = [name for name, part in drafter.named_modules() if type(part) is nn.Linear]
     if not names:
         raise UserError(
@@ -235,7 +236,7 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
     settings = LoraConfig(
         r=config.lora_rank, lora_alpha=config.alpha, target_modules=names, init_lora_weights=False
     )
-    # what is drawn there differs from process to process and is replaced below
+    # the random values drawn there differ between processes and are replaced below
     with torch.random.fork_rng([]):
         inject_adapter_in_model(settings, drafter, ADAPTER)
     generator = torch.Generator().manual_seed(seed)
@@ -247,9 +248,9 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
 
 
 def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:
-    """Raise `UserError` if a low-rank update takes no part in `loss`; leaves no gradients behind. A
-    kind that reads a layer's weight without calling the layer would otherwise be trained on less
-    than was asked for."""
+    """Raise `UserError` if a low-rank update has no effect on `loss`; leaves no gradients behind.
+    Without this check, a kind that reads a layer's weight without calling the layer would train
+    fewer updates than configured."""
     loss.backward()
     updates = [item for item in drafter.named_parameters() if item[0].endswith(_UP)]
     unreached = [name.removesuffix(_UP) for name, update in updates if update.grad is None]
@@ -270,7 +271,7 @@ def updates_of(state: Mapping[str, Tensor], config: RefreshConfig) -> Updates:
 
 
 def merge_updates(state: Mapping[str, Tensor], config: RefreshConfig) -> dict[str, Tensor]:
-    """A drafter's `state_dict` with its low-rank updates added in and plain names."""
+    """A drafter's `state_dict` with its low-rank updates merged and with plain names."""
     plain = {
         name.replace(_BASE, "."): value
         for name, value in state.items()

@@ -1,12 +1,12 @@
-"""`train(...)`: from a folder of answers to a drafter, chosen by measured tau.
+"""`train(...)` trains a drafter on a folder of answers and keeps the one with the best tau.
 
     <out>/best/            the drafter with the best tau, in the target's dtype, as measured
     <out>/checkpoints/     the newest full states, from which the same call continues bit for bit
     <out>/log.jsonl        one line per step and per evaluation
-    <out>/summary.json     what it cost and what came out; tau.png
+    <out>/summary.json     costs and results, with tau.png beside it
     <out>/manifest.json    written last
 
-Before the first step and after the last training is compared with decoding (`inference.parity`).
+Training is compared with decoding (`inference.parity`) before the first step and after the last.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ def train(
     joint: JointConfig | None = None,
     provenance: Mapping[str, object] | None = None,
 ) -> TrainManifest:
-    """Train a drafter of `kind` on the answers in `data`, in every process of a launch; returns the
-    manifest written to `out`. An interrupted training continues; a finished one is left alone.
+    """Train a drafter of `kind` on the answers in `data` and return the manifest written to `out`.
+    Every process of a launch calls this. An interrupted training continues; a finished one is left
+    as it is.
 
     decode: draft shape and sampling under which tau is measured; joint: whether the target is
-    trained too (see train/joint/run.py). Raises `UserError` for anything that was given wrongly,
-    and `train.stopping.Stopped` (a SystemExit) after a signal, with the state saved.
+    trained too (see train/joint/run.py). Raises `UserError` for invalid arguments, and
+    `train.stopping.Stopped` (a SystemExit) after a signal, once the state is saved.
     """
     begun = time.perf_counter()
     settings = (config, features, engine, optim, schedule, decode, joint or JointConfig())
@@ -72,7 +73,7 @@ def train(
 def run_job(
     job: TrainingJob, begun: float, provenance: Mapping[str, object] | None
 ) -> TrainManifest:
-    """The training itself, in a folder that this launch holds."""
+    """Run the training in a folder that only this launch writes to."""
     target = job.target
     world = join_world(pick_device(target.device))
     if world.device.type == "cpu":

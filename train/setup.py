@@ -1,4 +1,4 @@
-"""One training, set up: target, data, drafter, and what the loop asks for on the way."""
+"""Set-up of a training: target, data, drafter, and the functions that the loop calls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PARITY_DOCUMENTS, REPORTED_DOCUMENTS = 2, 256
 
 
 class Run:
-    """One training, set up. begun: see `Meter`."""
+    """A training with its target, data and drafter. begun: see `Meter`."""
 
     def __init__(self, job: TrainingJob, world: World, begun: float | None = None) -> None:
         self.job, self.world, self.begun = job, world, begun
@@ -84,7 +84,7 @@ class Run:
         self.requests = self.make_requests() if config.eval_every else []
 
     def make_requests(self) -> list[Request]:
-        """The held-out prompts of every measurement; raises `UserError` when none fits."""
+        """The held-out prompts that every measurement decodes; raises `UserError` if none fits."""
         config, capacity = self.job.config, self.target.info.max_position_embeddings
         prompts = [one for path in config.prompts for one in read_prompts(path)]
         if config.domains:
@@ -103,7 +103,7 @@ class Run:
         return requests
 
     def run(self, provenance: Mapping[str, object] | None) -> TrainManifest:
-        """Train from where the folder stands, check, and write the manifest."""
+        """Train from the folder's newest state, run the checks, and write the manifest."""
         job, world, config = self.job, self.world, self.job.config
         store = StateStore(job.out / CHECKPOINTS, config.keep, world)
         snapshot = store.newest()
@@ -147,7 +147,7 @@ class Run:
         display.console.print(write_summary(content, out))
 
     def introduce(self, display: Display, progress: Progress) -> None:
-        """Print what is trained on what."""
+        """Print the drafter, its data and the size of the training."""
         if not self.world.is_main:
             return
         if progress.step:
@@ -173,7 +173,7 @@ class Run:
             )
 
     def check_updates(self) -> None:
-        """Refuse weights, low-rank updates and stored logits that would be without effect."""
+        """Refuse weights, low-rank updates and stored logits that would have no effect."""
         job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
         bfloat16 = job.engine.precision == "bfloat16"
         if job.features.top_logits and job.features.mode != "online":
@@ -186,7 +186,7 @@ class Run:
             require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))
 
     def features(self) -> Features:
-        """Where batches come from; the drafter continues a share of the answers if asked for."""
+        """The source of batches; with `on_policy`, the drafter continues a share of the answers."""
         job, on_policy = self.job, self.job.config.on_policy
         plain = make_features(
             job.features,
@@ -248,12 +248,12 @@ class Run:
             return reason
 
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """The drafter as a checkpoint with these weights would load, ready to decode."""
+        """The drafter with these weights, as loaded from a checkpoint and ready to decode."""
         return self.fresh(type(self.drafter), weights)
 
     def fresh(self, cls: type[TrainableDrafter], weights: Mapping[str, Tensor]) -> TrainableDrafter:
         cuda = [self.target.device] if self.target.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda):  # measuring must not change what is drawn in training
+        with torch.random.fork_rng(cuda):  # measuring must not change the training's random numbers
             drafter = cls(self.drafter.config, self.target.info)
         drafter.to(device=self.target.device, dtype=self.target.dtype)
         drafter.load_state_dict(merge_updates(weights, self.job.config.refresh))
@@ -282,7 +282,7 @@ class Run:
         return Transcript(prompt, text, len(answer.tokens), answer.tau)
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
-        """Replace <out>/best by a checkpoint with these weights, whole."""
+        """Replace <out>/best as a whole by a checkpoint with these weights."""
         with replace_part(self.job.out / BEST, CHECKPOINT) as fresh:
             self.write_checkpoint(weights, fresh)
 
@@ -303,7 +303,7 @@ class Run:
                 self.compare_paths(weights, display)
 
     def compare_paths(self, weights: dict[str, Tensor], display: Display) -> None:
-        """Say whether training and decoding agree; raises `ParityError` where they do not."""
+        """Print whether training and decoding agree; raises `ParityError` if they do not."""
         depth = self.job.decode.tree().max_depth
         documents = list(islice(parity_documents(self.data, depth + 4), PARITY_DOCUMENTS))
         if not documents:
@@ -368,7 +368,7 @@ class Run:
 
 
 def of_domains(prompts: Sequence[Prompt], config: TrainConfig) -> list[Prompt]:
-    """The prompts of the domains that are trained on; raises `UserError` where there are none."""
+    """The prompts of the domains that are trained on; raises `UserError` if there are none."""
     found = [prompt for prompt in prompts if prompt.domain in config.domains]
     if not found:
         known = ", ".join(sorted({prompt.domain for prompt in prompts}))

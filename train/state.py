@@ -7,13 +7,14 @@
                                      file, or one per process where it is divided
       random-<rank>.safetensors, random-<rank>.json   generators of torch, Python and numpy
 
-A folder is written under another name, flushed to the disk and then renamed: what bears the name is
-complete. Nothing is pickled.
+A folder is written under a temporary name, flushed to disk and then renamed, so a folder with its
+final name is complete. Nothing is pickled.
 
-Any number of processes can continue a state, under any engine. With as many as before every bit is
-as if it had not stopped. With another number, process r goes on with the generators of process r
-where there was one; a new process seeds its own from those of process 0 and its rank. Nothing in a
-training depends on them: rows, losses and their draws follow from step and row alone.
+Any number of processes can continue a state, under any engine. With the same number as before, the
+run continues bit for bit. With another number, process r restores the generators of process r if
+there was one; a new process seeds its own from those of process 0 and its rank. Nothing in a
+training depends on these generators: rows, losses and their random draws follow from step and row
+alone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 STATE_FILE = "state.json"
 DIGEST = "sha256"
-"""Key of state.json: the hash of all others."""
+"""Key of state.json: the hash of its other entries."""
 WEIGHTS_FILE = "model.safetensors"
 PARTIAL = ".partial"
 _NAME = re.compile(r"step_(\d{8,})")
@@ -62,7 +63,7 @@ FileFacts = tuple[int, str]
 
 
 class StateContent(TypedDict):
-    """state.json. step: updates done; record: where the loop stands; run: what is trained."""
+    """state.json. step: updates done; record: the loop's progress; run: the run's facts."""
 
     format: int
     step: int
@@ -75,8 +76,8 @@ class StateContent(TypedDict):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A readable state on disk. step: updates done; record: where the loop stands; run: what is
-    trained."""
+    """A readable state on disk. step: updates done; record: the loop's progress; run: the run's
+    facts."""
 
     directory: Path
     step: int
@@ -157,7 +158,7 @@ class StateStore:
         try:
             write_json(partial / STATE_FILE, {**content, DIGEST: digest(content)})
             _flush_folder(partial)
-            put(partial, final)  # in place of a damaged one, whose steps this run has repeated
+            put(partial, final)  # may replace a damaged state, whose steps this run has repeated
             _flush_folder(self.directory)
             for folder in self._folders()[: -self.keep]:
                 discard(folder)
@@ -178,8 +179,8 @@ class StateStore:
         )
 
     def newest(self) -> Snapshot | None:
-        """The newest complete state, or None; damaged ones are passed over with a warning,
-        half-written ones removed. Collective: every process reads its share of the files."""
+        """The newest complete state, or None. Damaged states are skipped with a warning;
+        half-written ones are removed. Collective: every process reads its share of the files."""
         if self.world.is_main and self.directory.is_dir():
             for leftover in self.directory.iterdir():
                 if leftover.is_dir() and is_temporary(leftover.name):
@@ -207,8 +208,9 @@ class StateStore:
 
 
 def read_snapshot(folder: Path, share: int = 0, shares: int = 1) -> Snapshot:
-    """Check a state folder and describe it; raises `UserError` saying what is damaged. Of all
-    sizes, and of the contents of every `shares`-th file from number `share` on."""
+    """Check a state folder and describe it; raises `UserError` saying what is damaged. The check
+    covers the sizes of all files, and the contents of every `shares`-th file from number `share`
+    on."""
     try:
         content = read_object(folder / STATE_FILE)
         if content["format"] != FORMAT:
@@ -244,7 +246,7 @@ def save_random_state(folder: Path, rank: int) -> None:
         states["cuda"] = torch.cuda.get_rng_state()
     _save_tensors(states, folder / f"random-{rank}.safetensors")
     version, words, gauss = random.getstate()
-    # the global generator is meant
+    # deliberately the global generator
     name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_state = [str(name), np.asarray(keys).tolist(), int(place), int(has_gauss), float(cached)]
     content = {"python": [version, list(words), gauss], "numpy": numpy_state}
@@ -252,13 +254,13 @@ def save_random_state(folder: Path, rank: int) -> None:
 
 
 def set_random_state(folder: Path, rank: int, processes: int) -> None:
-    """Put back what `save_random_state` wrote; a process that was not among the `processes` seeds
-    its own from those of process 0 and its rank."""
+    """Restore what `save_random_state` wrote. A process that was not among the `processes` seeds
+    its generators from those of process 0 and its rank."""
     if rank >= processes:
         known = (folder / "random-0.safetensors").read_bytes()
         seed = int.from_bytes(hashlib.sha256(f"{rank}:".encode() + known).digest()[:4], "big")
         random.seed(seed)
-        np.random.seed(seed)  # the global generator is meant
+        np.random.seed(seed)  # deliberately the global generator
         torch.manual_seed(seed)
         return
     states = read_tensors(folder / f"random-{rank}.safetensors")
@@ -269,7 +271,7 @@ def set_random_state(folder: Path, rank: int, processes: int) -> None:
     version, words, gauss = plain["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, place, has_gauss, cached = plain["numpy"]
-    # as above
+    # deliberately the global generator
     np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
 
 
@@ -283,13 +285,13 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _flush_file(path: Path) -> None:
-    """Have a file's contents on the disk."""
+    """Flush a file's contents to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
+    """Make renames in `folder` survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,5 +1,5 @@
-"""Stopping a run from outside: SIGTERM (a scheduler), SIGUSR1 (SLURM, --signal=USR1@seconds) and
-SIGINT (Ctrl-C) let the step end, save, and leave in good order."""
+"""Stopping a run from outside: after SIGTERM (a scheduler), SIGUSR1 (SLURM, --signal=USR1@seconds)
+or SIGINT (Ctrl-C), the run completes the step, saves its state and exits in good order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Stopped(SystemExit):
 
 
 class Interrupted(BaseException):
-    """A signal came during work that is rather repeated than waited for."""
+    """A signal came during work that is repeated later instead of being completed first."""
 
 
 class StopRequest:
-    """Notes a signal instead of dying of it; a second Ctrl-C interrupts at once. Outside of the
-    main thread, where Python delivers no signals, nothing is changed."""
+    """Records a signal instead of ending the process; a second Ctrl-C interrupts at once. Outside
+    the main thread, where Python delivers no signals, it changes nothing."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -37,7 +37,7 @@ class StopRequest:
 
     @property
     def name(self) -> str:
-        """The signal's name, empty while none came."""
+        """The name of the signal that came; empty if none has."""
         return signal.Signals(self.number).name if self.number else ""
 
     def __enter__(self) -> StopRequest:
@@ -51,8 +51,8 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Raises `Interrupted` at once for a signal, also for an earlier one: a measurement may
-        take longer than the time that a scheduler gives."""
+        """Within this context a signal, also an earlier one, raises `Interrupted` at once: a
+        measurement may take longer than the time that a scheduler gives."""
         self._at_once = True
         try:
             if self.number:

@@ -1,2 +1,2 @@
-"""The contract between drafters, the decoder and the trainer: protocols, the values that cross,
+"""The contract between drafters, the decoder and the trainer: protocols, the values they exchange,
 trees, registry, checkpoints."""

@@ -41,7 +41,7 @@ class Base:
     base: str
     """Its checkpoint folder, from the root."""
     beside: str
-    """The same, from the adapter's folder: found first, so that both can move together."""
+    """The same, relative to the adapter's folder: tried first, so that both can move together."""
     sha256: str
     """Of its weights file."""
 
@@ -52,7 +52,7 @@ class Base:
         return cls(str(whole), Path(os.path.relpath(whole, folder.resolve())).as_posix(), sha256)
 
     def weights(self, folder: Path, file: str) -> Path:
-        """The weights `file` of the base of the adapter in `folder`; raises `UserError` where it is
+        """The weights `file` of the base of the adapter in `folder`; raises `UserError` if it is
         not found, or only with other contents."""
         places = dict.fromkeys([(folder.resolve() / self.beside).resolve(), Path(self.base)])
         there = [place / file for place in places if (place / file).is_file()]
@@ -85,8 +85,9 @@ class Updates:
 
     @torch.no_grad()
     def merged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A base's tensors with the updates added in, summed in float32 or what is wider; those of
-        other layers as they are. Raises `UserError` for an update without a weight that it fits."""
+        """A base's tensors with the updates merged, summed in float32 or a wider dtype; those of
+        other layers stay as they are. Raises `UserError` for an update without a weight that it
+        fits."""
         self.require_fit(tensors)
         found = dict(tensors)
         for layer, (down, up) in self.layers.items():
@@ -110,15 +111,15 @@ class Updates:
 
     def write(self, folder: Path, base: str, base_sha256: str) -> None:
         """Write both files of peft's layout into `folder`, each atomically. base: where the base
-        is, for peft; base_sha256: of its weights, which becomes part of the file of tensors, so
-        that the hash of that file tells adapters of different bases apart."""
+        is, for peft; base_sha256: hash of its weights, which becomes part of the file of tensors,
+        so that adapters of different bases differ in the hash of that file."""
         tensors = {}
         for layer, (down, up) in self.layers.items():
             tensors[f"{_LAYER}{layer}{_DOWN}"] = down.detach().cpu().contiguous()
             tensors[f"{_LAYER}{layer}{_UP}"] = up.detach().cpu().contiguous()
         content = peft_config(base, self.rank, self.alpha, sorted(self.layers), None)
         partial = folder / (ADAPTER_WEIGHTS + ".partial")
-        # one entry alone: safetensors writes several in any order
+        # only one entry, because safetensors writes several in any order
         write_tensors(tensors, partial, {"base_sha256": base_sha256})
         os.replace(partial, folder / ADAPTER_WEIGHTS)
         partial = folder / (ADAPTER_CONFIG + ".partial")
@@ -129,8 +130,8 @@ class Updates:
 def peft_config(
     base: str, rank: int, alpha: float, modules: Sequence[str], task: str | None
 ) -> dict[str, Any]:
-    """What adapter_config.json says of plain LoRA on the linear layers `modules` of the model in
-    `base`. task: peft's name of what the model is for."""
+    """The content of adapter_config.json for plain LoRA on the linear layers `modules` of the model
+    in `base`. task: peft's name of the model's task."""
     return {
         "peft_type": "LORA",
         "task_type": task,
@@ -169,7 +170,7 @@ def read_updates(folder: Path) -> Updates:
 
 
 def pairs(tensors: dict[str, Tensor], rank: int, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """The two matrices of every layer; raises `UserError` for one alone, for other tensors, and
+    """The two matrices of every layer; raises `UserError` for a single one, for other tensors, and
     for another rank."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     layers = {name.removeprefix(_LAYER).removesuffix(_DOWN).removesuffix(_UP) for name in tensors}

@@ -1,4 +1,4 @@
-"""What the trainer hands to a drafter's loss, and what it gets back.
+"""The batch that the trainer passes to a drafter's loss, and the result.
 
 Legend: B rows, T positions, H hidden, V vocabulary, n taps, M selected positions.
 """
@@ -21,12 +21,12 @@ class TrainBatch:
     bool, True where the token AT this position belongs to a supervised answer; taps [B, T, n, H] or
     None; last_hidden [B, T, H] or None (post final norm). target_logits: maps last_hidden rows [M,
     H] to the target's logits [M, V]; None unless the drafter needs logits. seeds [B] int64 on the
-    host: one per row, from the step and the row's place in it, so that what a loss draws at random
-    is the same for any number of processes and after a restart; None: the row's number. progress:
-    share of the training that is done (0 to 1), for objectives that change on the way. weights [B,
-    T] float32: how much the loss of the token AT this position counts; anchors [B, T] float32: how
-    much all losses of a draft count whose root, the last token before it, stands AT this position.
-    Both have mean 1 over supervised tokens; None: all 1.
+    host: one per row, from the step and the row's place in it, so that the random numbers of a loss
+    are the same for any number of processes and after a restart; None: the row's number. progress:
+    share of the training that is done (0 to 1), for objectives that change during training. weights
+    [B, T] float32: weight of the loss of the token AT this position; anchors [B, T] float32: weight
+    of all losses of a draft whose root, the last token before it, is AT this position. Both have
+    mean 1 over supervised tokens; None: all 1.
     """
 
     tokens: Tensor
@@ -42,7 +42,7 @@ class TrainBatch:
     anchors: Tensor | None = None
 
     def generators(self) -> list[torch.Generator]:
-        """One CPU generator per row. Each call gives the same streams anew."""
+        """One CPU generator per row. Every call returns generators with the same streams."""
         seeds = range(self.tokens.shape[0]) if self.seeds is None else self.seeds.tolist()
         return [torch.Generator().manual_seed(seed) for seed in seeds]
 
@@ -61,11 +61,11 @@ class TrainBatch:
         return torch.stack(ahead, 1)
 
     def weighed(self, values: Tensor, states: Tensor, depth: Tensor | int = 1) -> Tensor:
-        """Losses `values` times the weights of what is predicted: the token behind each flat state
-        (row x T + t) in `states`, at `depth` (1 for the token behind the root) of a draft. All
-        three broadcast; `values` itself where nothing is weighed.
+        """Losses `values` times the weights of the predicted tokens: the token after each flat
+        state (row x T + t) in `states`, at `depth` (1 for the token after the root) of a draft. All
+        three broadcast. Returns `values` itself if the batch has no weights.
 
-        What lies outside is clamped and means nothing: it is not supervised.
+        Places outside the batch are clamped; their values are meaningless, but not supervised.
         """
         last, roots = self.tokens.numel() - 1, states - depth + 1
         if self.weights is not None:
@@ -77,7 +77,7 @@ class TrainBatch:
 
 @dataclass
 class LossOutput:
-    """A loss as a sum, with what is needed to average it anywhere.
+    """A loss as a sum, with the counts that are needed to average it.
 
     loss_sum: differentiable scalar, summed over supervised positions (and over depths with the
     kind's weights). The trainer divides by the supervised tokens of the whole global step. metrics:

@@ -1,8 +1,9 @@
-"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded whole or not.
+"""Drafter checkpoints: one folder with `config.json` and `model.safetensors`, loaded whole or not
+at all.
 
-The folder remembers the kind, its configuration and the target it was trained for; another target
-is refused. An adapter's folder holds low-rank updates in place of `model.safetensors` and names
-the checkpoint that they are added to. docs/formats.md describes the files.
+The folder records the kind, its configuration and the target it was trained for; another target is
+refused. An adapter's folder holds low-rank updates in place of `model.safetensors` and names the
+checkpoint that they are added to. docs/formats.md describes the files.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def save_drafter(
 def save_adapter(
     drafter: TrainableDrafter, updates: Updates, base: Path, base_sha256: str, out: Path
 ) -> None:
-    """Write the updates of a drafter alone to `out` (created; files replaced atomically). base: the
-    checkpoint that they are added to; base_sha256: of its weights when they were loaded."""
+    """Write only the updates of a drafter to `out` (created; files replaced atomically). base: the
+    checkpoint that they are added to; base_sha256: hash of its weights when they were loaded."""
     out.mkdir(parents=True, exist_ok=True)
     entry = Base.of(base, out, base_sha256)
     updates.write(out, entry.base, base_sha256)
@@ -121,24 +122,24 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weights_file(directory: Path) -> Path:
-    """The file of a checkpoint's own tensors, whose hash stands for its weights: of an adapter that
-    of its updates. It need not exist."""
+    """The file of a checkpoint's own tensors, whose hash stands for its weights; for an adapter,
+    the file of its updates. It need not exist."""
     updates = directory / ADAPTER_WEIGHTS
     return updates if updates.is_file() else directory / WEIGHTS_FILE
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's tensors on disk. path: the file of all of them, of an adapter its base's;
-    updates: what is added to them; base: the entry of an adapter's base."""
+    """A checkpoint's tensors on disk. path: the file of all of them, for an adapter its base's;
+    updates: the updates added to them; base: the entry of an adapter's base."""
 
     path: Path
     updates: Updates | None = None
     base: Base | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name, in the dtype they were stored in; layers that an adapter updates in
-        float32 or what is wider. Raises `UserError`."""
+        """All tensors by name, in the dtype they were stored in; layers that an adapter updates, in
+        float32 or a wider dtype. Raises `UserError`."""
         whole = read_tensors(self.path)
         return whole if self.updates is None else self.updates.merged(whole)
 
@@ -157,7 +158,7 @@ def stored_weights(directory: Path) -> Stored:
 
 
 def build_config(kind: str, values: dict[str, Any]) -> Any:
-    """A kind's configuration from stored plain values; raises `UserError` where they do not fit."""
+    """A kind's configuration from stored plain values; raises `UserError` if they do not fit."""
     config_class = get_kind(kind).config_class
     try:
         return build(config_class, values, "head")
@@ -191,12 +192,12 @@ def new_drafter(
 def load_drafter(
     directory: Path, info: TargetInfo, weights: TargetWeights, *, changed_target: bool = False
 ) -> Any:
-    """Load a checkpoint for the target `info`, as its weights in dtype and device. Of an adapter:
-    its base with the updates added in.
+    """Load a checkpoint for the target `info`, in the dtype and on the device of its weights. An
+    adapter is loaded as its base with the updates merged.
 
-    changed_target: take a target of other weights with the same tokenizer and sizes: to see what a
-    drafter is still worth there. Raises `UserError` for another target, for missing, unknown or
-    misshapen tensors, for weights that are not finite, and for an adapter without its base.
+    changed_target: accept a target of other weights with the same tokenizer and sizes, to measure
+    the drafter with it. Raises `UserError` for another target, for missing, unknown or misshapen
+    tensors, for weights that are not finite, and for an adapter without its base.
     """
     content = read_config(directory)
     trained_for = TargetInfo.from_dict(content["target"])
@@ -217,8 +218,8 @@ def load_drafter(
 
 
 def build_drafter(kind: Kind, config: Any, info: TargetInfo, path: Path) -> Any:
-    """A drafter that is to be filled from the safetensors file `path`; raises `UserError` where
-    that has other tensors."""
+    """A drafter that is to be filled from the safetensors file `path`; raises `UserError` if the
+    file has other tensors."""
     if issubclass(kind.drafter_class, TrainableDrafter):
         check_file(kind, config, info, path)
     return kind.drafter_class(config, info)
@@ -227,19 +228,19 @@ def build_drafter(kind: Kind, config: Any, info: TargetInfo, path: Path) -> Any:
 def check_file(kind: Kind, config: Any, info: TargetInfo, path: Path) -> None:
     """Raise `UserError` unless a safetensors file has the tensors of a kind with weights.
 
-    A configuration may ask for any size, so what it takes is compared with what the file has
-    before there is memory for it.
+    A configuration may specify any size, so its tensors are compared with those of the file before
+    memory is allocated for them.
     """
     most = 1000 + 10 * len(tensor_shapes(path))
-    # A kind of another package may compute with its weights as it is made, which it cannot here
+    # A kind of another package may compute with its weights in its constructor, which fails here
     with suppress(NotImplementedError, RuntimeError), torch.device("meta"), at_most(most, path):
         check_shapes(kind.drafter_class(config, info), path)
 
 
 @contextmanager
 def at_most(parameters: int, path: Path) -> Iterator[None]:
-    """End the block with a `UserError` once it has made more parameters: a million of them take
-    minutes, even without memory."""
+    """End the block with a `UserError` once it has created more parameters: a million take minutes,
+    even without memory."""
     made = 0
 
     def count(module: torch.nn.Module, name: str, parameter: object) -> None:
@@ -265,15 +266,15 @@ def check_shapes(drafter: TrainableDrafter, path: Path) -> None:
 
 
 def load_weights(drafter: TrainableDrafter, stored: Stored) -> None:
-    """Fill every persistent tensor from a checkpoint's, completely or not at all."""
+    """Fill every persistent tensor from a checkpoint, completely or not at all."""
     check_shapes(drafter, stored.path)
     drafter.load_state_dict(stored.tensors(), strict=True)
     refuse_unset(drafter)
 
 
 def load_start_weights(drafter: TrainableDrafter, directory: Path) -> Started:
-    """Fill an initialised drafter from the checkpoint of one of the same kind, whose `additions`
-    may be others, or of a kind of `starts_from`; raises `UserError` when it does not fit."""
+    """Fill an initialised drafter from a checkpoint of the same kind, whose `additions` may differ,
+    or of a kind in `starts_from`; raises `UserError` if it does not fit."""
     content, stored = read_config(directory), stored_weights(directory)
     source, additions, path = content["kind"], drafter.additions, stored.path
     if source != drafter.kind:

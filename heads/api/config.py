@@ -1,15 +1,16 @@
 """Configuration classes: frozen dataclasses whose types say which values are allowed.
 
 `@config("decode")` over a `@dataclass(frozen=True)` makes pydantic check every construction, from
-YAML (`build`) as well as from Python: sets are `Literal`, ranges are the types below. Whatever does
-not fit becomes one `UserError` with the dotted path, what was given, what is allowed and the
+YAML (`build`) as well as from Python: sets are `Literal`, ranges are the types below. A value that
+does not fit raises one `UserError` with the dotted path, the given value, the allowed ones and the
 nearest name. Conditions that concern several fields stay in `__post_init__`.
 
 Nothing is converted silently, with four exceptions that YAML needs: a list becomes the declared
 tuple, a mapping the declared dataclass, a whole number a float or a text, a text a path.
 
-Every type has limits, also where a class gives none: a float is finite and at most `LARGEST`, a
-whole number has at most 64 bits, a text and a path hold nothing that files and tokenizers refuse.
+Every type has limits, even if a class declares none: a float is finite and at most `LARGEST`, a
+whole number has at most 64 bits, and a text or path holds no character that files or tokenizers
+refuse.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ Item = TypeVar("Item")
 # Bounded types
 
 MOST = 1_000_000_000
-"""Largest number of things and of units where a type says no other."""
+"""Largest number of things or units, for types without another limit."""
 LEAST = 1e-9
-"""Smallest number above 0 of types that divide: results stay numbers of float32."""
+"""Smallest number above 0 for types that are divisors: results stay within float32."""
 
 
 def zero_or_usable(value: float) -> float:
-    """A number that others can be divided by, or 0; raises `ValueError`."""
+    """Return a number that is 0 or usable as a divisor; raises `ValueError`."""
     if 0 < value < LEAST:
         raise ValueError(f"a number above 0 must be at least {LEAST:g} here; given: {value}.")
     return value
@@ -142,10 +143,10 @@ default), `TokenTotal` of a run, `Weight` of a loss, `Temperature` (0: greedy), 
 what always samples, `Epsilon` that keeps a divisor above 0, `Seconds` and `Timeout` to wait, `Rate`
 of learning, `Count` of requests or connections, `Port` of a server."""
 INT64 = (-(2**63), 2**63 - 1)
-"""Limits of every whole number: what tensors and clocks hold."""
+"""Limits of every whole number: the range of tensors and clocks."""
 
 LARGEST = 1e12
-"""Limit of every number: its square, and sums of a million of these, are numbers of float32."""
+"""Limit of every number: its square, and sums of a million of these, are within float32."""
 
 LONGEST = 200
 """Characters of a given value that a message shows."""
@@ -166,7 +167,7 @@ SETTINGS = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_na
 def config(path: str) -> Callable[[type[T]], type[T]]:
     """Return a decorator that checks every construction of a frozen dataclass.
 
-    path: where the class stands in the configuration (`decode`, `loop.round`), for error messages.
+    path: the place of the class in the configuration (`decode`, `loop.round`), for error messages.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -261,8 +262,8 @@ def number_as_text(value: Any) -> Any:
 
 
 def writable(value: Any) -> Any:
-    """A text that files, terminals and tokenizers take; raises `ValueError` for half a character (a
-    lone surrogate) and for the character NUL, which ends every path."""
+    """Return a text that files, terminals and tokenizers accept; raises `ValueError` for half a
+    character (a lone surrogate) and for the character NUL, which ends every path."""
     if isinstance(value, (str, Path)):
         text = str(value)
         if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
@@ -296,7 +297,7 @@ def require_one_of(key: str, value: str, allowed: Iterable[str]) -> None:
 
 
 def explain(error: ValidationError, cls: type, path: str) -> UserError:
-    """The first problem that pydantic found, in our words."""
+    """The first problem that pydantic found, in Headstart's wording."""
     first = error.errors(include_url=False)[0]
     kind, place, value = first["type"], first["loc"], first["input"]
     where, hint = locate(cls, place, path)
@@ -350,12 +351,12 @@ def locate(cls: Any, place: tuple[Any, ...], path: str) -> tuple[str, Any]:
         elif get_origin(inner) in (dict, Mapping) and part != "[key]":
             hint, path = arguments[1], f"{path}.{part}"
         else:
-            break  # pydantic goes on with the member of a union that it tried
+            break  # pydantic's place continues with the member of a union that it tried
     return path, hint
 
 
 def bare(hint: Any) -> Any:
-    """The type hint without marks, and without `None` where one other type is left."""
+    """The type hint without annotations, and without `None` if one other type is left."""
     if get_origin(hint) is Annotated:
         return bare(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -403,10 +404,10 @@ def expected(hint: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A given value on one line of a message, cut where it is long."""
+    """A given value on one line of a message, cut if it is long."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python writes no number of more than 4300 digits
+    except (ValueError, RecursionError):  # Python does not print numbers of over 4300 digits
         return "a value that is too long to show"
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
 

@@ -1,12 +1,12 @@
-"""The two contracts of a drafter and the values that cross them.
+"""The two contracts of a drafter and the values they exchange.
 
 Decoding (`Drafter`): `start` after prefill, then `propose` and `commit` once per verification. The
-loop knows tokens and parents, nothing else. Training (`TrainableDrafter`): `loss(batch)`.
+decoding loop knows only tokens and parents. Training (`TrainableDrafter`): `loss(batch)`.
 
-What the target has seen reaches a drafter always in the same form, a `TargetStates`: a run of
-tokens, each with the target's TRUE states at it and with the token that was committed after it.
-After prefill the run is the prompt; after a verification it is the root and the accepted drafts. A
-drafter never feeds on its own approximations of states that the target has since computed.
+A drafter always gets the target's states in the same form, a `TargetStates`: a run of tokens, each
+with the target's TRUE states at it and with the token that was committed after it. After prefill
+the run is the prompt; after a verification it is the root and the accepted drafts. A drafter never
+reads its own approximations of states that the target has since computed.
 
 Legend: B rows, N nodes, T positions, H hidden, V vocabulary, n taps.
 """
@@ -27,15 +27,15 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape, TokenTree
 
 FORCED_TOKENS = 32
-"""Most tokens that a drafter is told that a row's grammar forces next."""
+"""Largest number of tokens that a drafter gets as forced next by a row's grammar."""
 
 
 @dataclass
 class Verified:
-    """A whole verification, for drafters that learn from refused nodes too.
+    """A whole verification, for drafters that also learn from rejected nodes.
 
     tokens [B, N] int64: the drafted nodes, root first; picks [B, N] int64: the token the target
-    chose after each node (by the match rule, whatever rule decides); tree: who follows whom; path
+    chose after each node (by the match rule, whatever rule decides); tree: their parents; path
     [B, D+1] int64: the committed nodes, root first, of which `TargetStates.lengths` count.
     """
 
@@ -71,8 +71,8 @@ class TargetStates:
 
 
 def select_states(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSpec) -> TargetStates:
-    """`states`, caught for `all_needs`, as one of several drafters sees them: its own taps
-    [B, T, m, H] of the n there are."""
+    """`states`, recorded for `all_needs`, as one of several drafters reads them: with its own m of
+    the n taps, [B, T, m, H]."""
     taps = None
     if needs.taps:
         assert states.taps is not None
@@ -84,18 +84,18 @@ def select_states(states: TargetStates, needs: FeatureSpec, all_needs: FeatureSp
 
 @dataclass
 class Proposal:
-    """Drafted tokens [B, N] with the root first, and the tree that says who follows whom.
+    """Drafted tokens [B, N] with the root first, and their tree.
 
-    logits [B, N, V'] float: row i is what the children of node i were drawn from (rows of leaves
-    mean nothing), for rules that weigh drafts by their probability; None where `Noise.keeps_logits`
-    does not ask for them or the drafts are certain (n-gram). token_ids [V'] int64: target ids of
-    its columns when the draft vocabulary is reduced. confidence [B, N] float32 in [0, 1]: the
-    drafter's own estimate that node i is accepted given that its parent was; the root's means
-    nothing. It may depend on what was drafted above node i, never on the token of node i itself
-    (see `inference.decoding.adaptive.lengths`), unless drafts are certain: then the text alone
-    decides the token. None from drafters that have none. limit [B] int64: the deepest level of each
-    row that counts; deeper nodes are dead: neither kept nor tested. None: all levels. It may depend
-    on what was drafted down to that level and on nothing deeper.
+    logits [B, N, V'] float: row i holds the logits from which the children of node i were drawn
+    (rows of leaves are meaningless), for rules that weigh drafts by their probability; None if
+    `Noise.keeps_logits` is off or the drafts are certain (n-gram). token_ids [V'] int64: target ids
+    of its columns when the draft vocabulary is reduced. confidence [B, N] float32 in [0, 1]: the
+    drafter's own estimate that node i is accepted given that its parent was; the root's is
+    meaningless. It may depend on the tokens above node i, never on the token of node i itself (see
+    `inference.decoding.adaptive.lengths`), unless drafts are certain: then the text alone decides
+    the token. None from drafters that have none. limit [B] int64: the deepest level of each row
+    that counts; deeper nodes are dead: neither kept nor tested. None: all levels. It may depend on
+    the tokens down to that level and on nothing deeper.
     """
 
     tokens: Tensor
@@ -110,9 +110,9 @@ class Noise(Protocol):
     """The target's sampling noise, shared with the drafter: keyed by (seed, sequence, absolute
     position, target token id).
 
-    keeps_logits: whether `Proposal.logits` is wanted, by rules that accept by probability.
+    keeps_logits: whether `Proposal.logits` is needed, by rules that accept by probability.
     separate: whether nodes of one depth draw their children independently of each other, for rules
-    that judge the children of several of them.
+    that test the children of several of them.
     """
 
     keeps_logits: bool
@@ -133,13 +133,13 @@ class Noise(Protocol):
         ...
 
     def tempered(self, logits: Tensor) -> Tensor:
-        """What `scores` makes of a difference of logits [B, M, V']: float32 logits / T, or the
+        """A difference of logits [B, M, V'] on the scale of `scores`: float32 logits / T, or the
         logits at T = 0."""
         ...
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. A state is a dataclass of tensors with leading size
+    """The methods that the decode loop calls. A state is a dataclass of tensors with leading size
     B."""
 
     kind: ClassVar[str]
@@ -163,29 +163,29 @@ class Rememberer(Drafter, Protocol):
     """A drafter that remembers more than a row's state: earlier answers (`heads/suffix.py`)."""
 
     def forget(self) -> None:
-        """Drop what is kept of other answers: repeated prompts would be measured with them."""
+        """Drop everything kept from other answers, which would distort repeated measurements."""
         ...
 
 
 def forget(drafter: Any) -> None:
-    """Let `drafter` forget, if it is a `Rememberer`; drafters made of others pass it on to them."""
+    """Make `drafter` forget, if it is a `Rememberer`; drafters made of others pass the call on."""
     drop = getattr(drafter, "forget", None)
     if drop is not None:
         drop()
 
 
 class Guided(Drafter, Protocol):
-    """A drafter that drafts what a row's grammar forces (`heads/jump_forward.py`); its
-    `FeatureSpec.forced` says so."""
+    """A drafter that drafts the tokens that a row's grammar forces (`heads/jump_forward.py`); its
+    `FeatureSpec.forced` is set."""
 
     def guide(self, state: Any, forced: Tensor) -> None:
         """Take over, before every `propose`, the tokens that must follow each row's root: forced
-        [B, `FORCED_TOKENS`] int64, -1 behind them and in rows without a grammar. In place."""
+        [B, `FORCED_TOKENS`] int64, -1 after them and in rows without a grammar. In place."""
         ...
 
 
 class Reader(Drafter, Protocol):
-    """A drafter that can judge drafted tokens itself: a language model of its own (or a part of the
+    """A drafter that can check drafted tokens itself: a separate language model (or a part of the
     target), which another drafter may speed up (`heads/cascade.py`)."""
 
     def root_logits(self, state: Any) -> Tensor:
@@ -196,10 +196,10 @@ class Reader(Drafter, Protocol):
         """Run drafted tokens [B, W] as a chain -> logits [B, W, V] of the token after each.
 
         Token i of row b stands at position root_position + 1 + offset[b] + i; offset [B] int64. It
-        sees what is committed, the root, and what was read before at smaller offsets; reading a
-        position again replaces what was read there. The state must have been started with a tree
-        deep enough for all that is read (offset + W <= the tree's depth). Nothing read here
-        outlives the next `commit`. No host synchronisation.
+        sees the committed tokens, the root, and tokens read before at smaller offsets; reading a
+        position again replaces the token there. The state must have been started with a tree deep
+        enough for all tokens read (offset + W <= the tree's depth). Nothing read here outlives the
+        next `commit`. No host synchronisation.
         """
         ...
 
@@ -208,31 +208,31 @@ class TrainableDrafter(nn.Module):
     """Base of the kinds with weights: sharing with the target, initialisation, training.
 
     A kind implements the `Drafter` methods and the ones below. Parameters are created unset (NaN),
-    so that a weight that was neither initialised nor loaded cannot go unnoticed.
+    so that a weight that is neither initialised nor loaded is noticed.
     """
 
     kind: ClassVar[str]
     needs: FeatureSpec
     trains: ClassVar[bool] = True
-    """False for kinds that hold weights and train none (cascades, by their parts)."""
+    """False for kinds that hold weights but train none (cascades, through their parts)."""
     label_weight: ClassVar[str] = ""
     """The key of `Config` that weighs the tokens of a batch as labels, besides the target's
-    distribution; empty: none does. Above 0, on-policy training is refused: the tokens may be the
-    drafter's own."""
+    distribution; empty: none does. If its value is above 0, on-policy training is refused, because
+    the tokens may be the drafter's own."""
     additions: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the names of weights that a kind has under some of its configurations only: a
+    """Patterns of the names of weights that a kind has only in some of its configurations: a
     training may start from a checkpoint that lacks them, or has others
     (`heads.api.checkpoint.load_start_weights`)."""
     starts_from: ClassVar[Mapping[str, OtherKind]] = {}
     """Other kinds whose checkpoints a training may start from, and how."""
     one_pass: ClassVar[bool] = False
-    """Whether one pass gives the distributions of all depths before a token is drafted, and its
+    """Whether one pass gives the distributions of all depths before a token is drafted, so that
     trees may grow from them (`heads.nn.drafting.dartree`, decode.shape=dartree)."""
     runs_target_layers: bool = False
-    """Whether the loss runs layers of the target itself; joint training is refused then, because
-    they would run without their updates."""
+    """Whether the loss runs layers of the target itself. Joint training is then refused, because
+    these layers would run without their updates."""
     language_model: ClassVar[bool] = False
-    """Whether it is a causal language model by itself that drafts token by token, with its tensors
+    """Whether it is by itself a causal language model that drafts token by token, with its tensors
     under Hugging Face's names for Llama and its sizes in `shape` (see
     `heads.nn.small_lm.model.SmallLM`)."""
 
@@ -249,11 +249,11 @@ class TrainableDrafter(nn.Module):
 
     @classmethod
     def export_method(cls, config: Any) -> str:
-        """The method by which serving engines know a drafter of this configuration.
+        """The method under which serving engines run a drafter of this configuration.
 
-        It is a row of `inference.export.layouts.registry.ROUTES`, the kind's own name by default. A
-        kind that is laid out as another one names that one: its tensors and the keys of its
-        configuration must be those that the layout's `write` reads.
+        It is a row of `inference.export.layouts.registry.ROUTES`, by default the kind's own name. A
+        kind that shares another one's layout returns that one's name: its tensors and the keys of
+        its configuration must be those that the layout's `write` reads.
         """
         return cls.kind
 
@@ -263,13 +263,13 @@ class TrainableDrafter(nn.Module):
 
     @property
     def target(self) -> TargetWeights:
-        """What `bind` was given."""
+        """The weights given to `bind`."""
         assert self._target is not None, "bind was not called"
         return self._target
 
     def follow(self, weights: TargetWeights) -> None:
-        """Go on with a target whose weights have changed since: what was made of them and is not
-        trained (packed layers, a frozen copy of the LM head) is made again; trained weights stay.
+        """Continue with a target whose weights have changed. Everything derived from them without
+        training (packed layers, a frozen copy of the LM head) is made again; trained weights stay.
         """
         self.bind(weights)
 
@@ -296,7 +296,7 @@ class TrainableDrafter(nn.Module):
         """Logits [B, T, V'] of depths k = 1..depth as the loss sees them, for the parity check.
 
         Entry [b, t] of depth k is computed from the target's states up to t and the true tokens up
-        to t+k, and predicts token t+k+1: what `propose` computes at depth k for a row whose last
-        seen position is t.
+        to t+k, and predicts token t+k+1. This is what `propose` computes at depth k for a row whose
+        last seen position is t.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement train_logits")

@@ -1,7 +1,7 @@
-"""The one base class for mistakes that a person can correct.
+"""The one base class for mistakes that a user can correct.
 
-The command line prints such an error as a single message without a traceback; everything else is
-our own bug and keeps its traceback.
+The command line prints such an error as a single message without a traceback. Any other error is a
+bug in Headstart and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MOST_NAMED = 20
 
 
 class UserError(ValueError):
-    """A problem in what was given: the message says what, what is allowed and what to do."""
+    """A problem in the input: the message says what is wrong, what is allowed and what to do."""
 
 
 def missing_folder(path: Path) -> str:
-    """Say that a folder does not exist, from where on, and what is there in its place."""
+    """A message that a folder does not exist, with similar folders or those that exist there."""
     parent, name = path.parent, path.name
     while not parent.is_dir():
         parent, name = parent.parent, parent.name

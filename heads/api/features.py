@@ -1,8 +1,8 @@
-"""What a drafter reads of the target's inner states.
+"""The inner states of the target that a drafter reads.
 
 Layer convention everywhere: tap `L` is the residual stream after L decoder layers; tap 0 is the
 embedding output. The tap after the last layer is taken before the final norm; `last_hidden` is the
-state after it, the one that enters the LM head.
+state after that norm, the LM head's input.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class FeatureSpec:
     taps: layer numbers in ascending order, 0 = embeddings, n = after all n layers, before the final
     norm. last_hidden: whether the post-final-norm state is read. logits: whether training compares
     with the target's full distribution (computed from `last_hidden` on demand). verified: whether
-    `commit` also receives what the target picked at every verified node, kept or not
-    (`TargetStates.verified`). forced: whether it is told the tokens that a row's grammar forces
-    next (`heads.api.drafter.Guided`).
+    `commit` also receives the target's picks at all verified nodes, accepted or not
+    (`TargetStates.verified`). forced: whether the drafter gets the tokens that a row's grammar
+    forces next (`heads.api.drafter.Guided`).
     """
 
     taps: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class FeatureSpec:
 
 
 def union(specs: Iterable[FeatureSpec]) -> FeatureSpec:
-    """What several drafters together read."""
+    """The features that several drafters read together."""
     specs = tuple(specs)
     return FeatureSpec(
         taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
@@ -68,7 +68,7 @@ def union(specs: Iterable[FeatureSpec]) -> FeatureSpec:
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Low, middle and high taps as the EAGLE-3 family reads them: 2, n//2, n-3.
 
-    Targets of fewer than 7 layers get 1, n//2 and n-1, as far as those differ.
+    For targets of fewer than 7 layers: 1, n//2 and n-1, without repetition.
     """
     places = (
         (2, num_layers // 2, num_layers - 3)

@@ -28,7 +28,7 @@ def own_kinds() -> list[str]:
 
 @cache
 def offered_kinds(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """Kinds that installed packages offer, by name. path: sys.path, whose change asks again."""
+    """Kinds that installed packages offer, by name. path: sys.path; a change renews the result."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for point in entry_points(group=ENTRY_POINTS):
         found[point.name] = tuple(dict.fromkeys((*found.get(point.name, ()), point)))

@@ -1,4 +1,4 @@
-"""Which kinds may be asked for a tree that grows from one pass (`DartreeShape`), and the refusal of
+"""The kinds that can draft a tree that grows from one pass (`DartreeShape`), and the refusal for
 all others."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def one_pass_kinds() -> list[str]:
 
 
 def refuse_dartree(shape: DraftShape) -> None:
-    """Raise `UserError` for a `DartreeShape`, in kinds that have no distributions of all depths
-    before they draft."""
+    """Raise `UserError` for a `DartreeShape`; for kinds that do not have the distributions of all
+    depths before they draft."""
     if isinstance(shape, DartreeShape):
         raise UserError(
             "decode.shape=dartree grows a tree from the distributions of all depths, which one "

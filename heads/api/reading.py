@@ -1,9 +1,9 @@
-"""Readers of what comes from outside: text, JSON, JSON lines and YAML.
+"""Readers of external files: text, JSON, JSON lines and YAML.
 
-Each is bounded, in the size of a file, in the depth and (for YAML, whose aliases multiply) in the
-number of its values, and turns every way in which a file can be wrong into one `UserError` that
-names it and says what to do: missing, a folder, not allowed, no UTF-8, cut off, numbers that
-nothing holds. `heads.api.tensors` does the same for safetensors.
+Each reader limits the size of a file, the depth of its values and (for YAML, whose aliases
+multiply) their number. Whatever is wrong with a file (missing, a folder, not allowed, no UTF-8, cut
+off, numbers that are too large), the result is one `UserError` that names the file and says what to
+do. `heads.api.tensors` does the same for safetensors.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LARGEST_JSON = 1024 * MIB
 LARGEST_YAML = 4 * MIB
 LARGEST_LINE = 256 * MIB
 DEEPEST = 100
-"""Lists and mappings inside each other that a file may hold; what is written here has some ten."""
+"""Levels of nested lists and mappings that a file may hold; files of Headstart have about ten."""
 MOST_VALUES = 1_000_000
-"""Values of a YAML file, with those that its aliases repeat."""
+"""Values of a YAML file, including those that its aliases repeat."""
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also of UTF-8 and of long numbers
-# PyYAML's constructors let through what Python says to an empty or senseless tagged value.
+_BROKEN_JSON = (ValueError, RecursionError)  # ValueError: also for UTF-8 and for long numbers
+# PyYAML's constructors pass on Python's own errors for an empty or invalid tagged value.
 _BROKEN_YAML = (
     *(yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError),
     ArithmeticError,
@@ -44,7 +44,7 @@ _BROKEN_YAML = (
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, on one line: an operating system's without its number."""
+    """An error's message on one line; for errors of the operating system, without the number."""
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     lines = said.strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
@@ -52,7 +52,8 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def refusing(name: str, advice: str, *errors: type[BaseException]) -> Iterator[None]:
-    """Turn `errors` of the block into a `UserError`: `name` cannot be read, why, `advice`."""
+    """Turn `errors` of the block into a `UserError`: `name` cannot be read, the reason,
+    `advice`."""
     try:
         yield
     except UserError:
@@ -63,7 +64,7 @@ def refusing(name: str, advice: str, *errors: type[BaseException]) -> Iterator[N
 
 def read_bytes(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> bytes:
     """The content of a file of at most `most` bytes; raises `UserError`."""
-    # ValueError: of a path with a NUL
+    # ValueError: for a path with a NUL
     with refusing(f"'{path}'", advice, OSError, ValueError), path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -124,7 +125,7 @@ def read_as(cls: type[T], path: Path, advice: str = ADVICE) -> T:
 
 
 def read_json_lines(path: Path, advice: str = ADVICE) -> Iterator[tuple[int, Any]]:
-    """Number (from 1) and values of each line of a JSON lines file, empty ones left out; raises
+    """Yield number (from 1) and values of each line of a JSON lines file, except empty ones; raises
     `UserError`."""
     with refusing(f"'{path}'", advice, OSError, ValueError), path.open("rb") as file:
         number = 0
@@ -160,15 +161,17 @@ def read_yaml_object(path: Path, advice: str = ADVICE) -> dict[str, Any]:
 
 
 def require_object(values: Any, name: str, advice: str = ADVICE) -> dict[str, Any]:
-    """Return `values` if they are keys, all of them text; raises `UserError` otherwise."""
+    """Return `values` if they are a mapping whose keys are all text; raises `UserError`
+    otherwise."""
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{name} is broken: it holds {shown(values)} in place of keys. {advice}")
     return dict(values)
 
 
 def require_fit(kind: type[T], values: Any, name: str, advice: str = ADVICE) -> T:
-    """Return `values` if they are of `kind`, a `TypedDict` of typing_extensions; further keys are
-    other versions'. Raises `UserError`, which names the first key that is missing or does not fit.
+    """Return `values` if they are of `kind`, a `TypedDict` of typing_extensions; further keys, of
+    other versions, are allowed. Raises `UserError`, which names the first key that is missing or
+    does not fit.
     """
     try:
         _adapter(cast(Any, kind)).validate_python(values)
@@ -185,8 +188,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _require_shallow(values: Any, most: float = float("inf")) -> None:
-    """Raise `RecursionError` for values inside more than `DEEPEST` others, `ValueError` for more
-    than `most` of them."""
+    """Raise `RecursionError` for values nested more than `DEEPEST` deep, `ValueError` for more than
+    `most` values."""
     level, count = [values], 0
     for _ in range(DEEPEST):
         inner: list[Any] = []

@@ -1,9 +1,9 @@
 """The kinds of drafters, by file name: `heads/eagle3.py` is the kind `eagle3`.
 
 A kind's module defines `Config` (a frozen dataclass, its YAML's schema) and `Drafter` (a class
-built as `Drafter(config, info)`). Adding a kind is adding that one file and
-`conf/head/<kind>.yaml`; nothing here lists names. A package of its own adds kinds by entry points
-of the group `headstart.kinds`, from a kind's name to its module.
+built as `Drafter(config, info)`). To add a kind, add that one file and `conf/head/<kind>.yaml`;
+nothing here lists names. A separate package adds kinds through entry points of the group
+`headstart.kinds`, from a kind's name to its module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kind:
 
     @property
     def trainable(self) -> bool:
-        """False for kinds with the decoding contract only: without weights (n-gram lookup) or
+        """False for kinds with only the decoding contract: those without weights (n-gram lookup) or
         without weights of their own."""
         return issubclass(self.drafter_class, TrainableDrafter) and self.drafter_class.trains
 
@@ -37,15 +37,15 @@ class Kind:
         return issubclass(cls, TrainableDrafter) and not cls.works_untrained(config)
 
     def export_method(self, config: Any) -> str:
-        """The method by which serving engines know a drafter of this configuration; see
+        """The method under which serving engines run a drafter of this configuration; see
         `TrainableDrafter.export_method`. For kinds without weights: the kind's name."""
         cls = self.drafter_class
         return cls.export_method(config) if issubclass(cls, TrainableDrafter) else self.name
 
 
 def get_kind(name: str) -> Kind:
-    """Import and return a kind; raises `UserError` when there is none of that name, or what
-    defines it is not one."""
+    """Import and return a kind; raises `UserError` if there is none of that name, or if the module
+    found does not define a kind."""
     place = find_kind(name)
     if isinstance(place, str):
         module: Any = importlib.import_module(place)

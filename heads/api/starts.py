@@ -1,9 +1,8 @@
 """Where a training starts: the weights of a checkpoint of the same kind, or of a kind that can be
-made into it.
+converted to it.
 
 A kind names the others that it can start from (`TrainableDrafter.starts_from`) and says there how
-their tensors become its own. It imports none of them: what it knows of another kind are the names
-of its tensors.
+to convert their tensors. It imports none of them: it only knows the names of their tensors.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from torch import Tensor
 
 Carry = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
 """(initialised drafter, the checkpoint's tensors) -> tensors by the drafter's names: the given
-objects where they carry over, other ones where a weight is made to fit them. A given tensor that
-gets no name of the drafter's is left out."""
+objects where they carry over, new ones where a weight is converted. A given tensor that gets no
+name of the drafter's is left out."""
 
 
 @dataclass(frozen=True)
 class OtherKind:
     """How a training starts from another kind's checkpoint. additions: patterns of the names, as
-    `carry` returns them, that the drafter or the checkpoint may lack; any other difference is one
-    of settings, and an error."""
+    `carry` returns them, that the drafter or the checkpoint may lack; any other difference means
+    different settings and is an error."""
 
     carry: Carry
     additions: tuple[str, ...] = ()
@@ -32,8 +31,8 @@ class OtherKind:
 
 @dataclass(frozen=True)
 class Started:
-    """What a start did, as lists of parts: carried over from the checkpoint, made to fit what was,
-    left as they were initialised, and left out of the checkpoint."""
+    """The result of a start, as lists of parts: those carried over from the checkpoint, those
+    converted from it, those left as initialised, and the checkpoint's parts that are left out."""
 
     carried: list[str]
     fitted: list[str]
@@ -56,7 +55,7 @@ class Started:
 
 
 def renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
-    """The tensors, with `new` in the place of `old` where a name begins with it."""
+    """The tensors, with the prefix `old` of their names replaced by `new`."""
     return {
         new + name.removeprefix(old) if name.startswith(old) else name: value
         for name, value in tensors.items()

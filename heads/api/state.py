@@ -1,5 +1,5 @@
-"""Rows of drafter states: written anew while others go on, moved, or decoded alone; and whole
-states: put back to what they were.
+"""Operations on rows of drafter states (overwrite some while others continue, copy them, decode
+with some alone) and on whole states (restore them).
 
 A state is a dataclass whose tensors all have leading size B, or are marked as shared.
 """
@@ -38,7 +38,7 @@ def _write(old: Any, rows: Tensor, new: Any) -> None:
 
 
 def first_rows(state: Any, count: int) -> Any:
-    """The first `count` rows of a state as views: what is written there is written here."""
+    """The first `count` rows of a state as views: writes to them change the state."""
     return _over(state, lambda tensor: tensor[:count])
 
 
@@ -48,9 +48,8 @@ def read_rows(state: Any, rows: Tensor) -> Any:
 
 
 def write_back(state: Any, part: Any, count: int) -> None:
-    """Bring what a step replaced in `part`, once made by `first_rows`, into the first `count` rows
-    of `state`, and make it a view again. What was written in place is there already and costs
-    nothing."""
+    """Copy tensors that a step replaced in `part` (made by `first_rows`) into the first `count`
+    rows of `state`, and make them views again. Tensors that were written in place cost nothing."""
     for item in fields(state):
         whole, own = getattr(state, item.name), getattr(part, item.name)
         if isinstance(whole, Tensor):
@@ -72,7 +71,8 @@ def write_back(state: Any, part: Any, count: int) -> None:
 
 
 def _over(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`state` with `change` made to all its tensors; what rows share stays the same object."""
+    """`state` with `change` applied to all its tensors; parts that rows share stay the same
+    object."""
     if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, (list, tuple)):
@@ -86,7 +86,7 @@ def _over(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _has_rows(state: Any) -> bool:
-    """Whether a part of a state is a dataclass with rows of its own."""
+    """Whether a part of a state is a dataclass with separate rows."""
     shared = isinstance(state, type) or getattr(state, "shared_between_rows", False)
     return is_dataclass(state) and not shared
 
@@ -95,11 +95,11 @@ def _has_rows(state: Any) -> bool:
 
 
 class Snapshot:
-    """What a state is now, so that it can be put back in place.
+    """A copy of a state's present content, from which the state can be restored in place.
 
-    A state may name fields in a class attribute `behind_root`: caches indexed by position of which
-    nothing behind the root is read before it is written again. Those are not copied. shared: what
-    commits write and rows share (the texts that lookups remember) is put back as well.
+    A state may name fields in a class attribute `behind_root`: caches indexed by position, of which
+    nothing behind the root is read before it is written again. Those are not copied. shared: also
+    restore tensors that commits write and rows share (the texts that lookups remember).
     """
 
     def __init__(self, state: Any, *, shared: bool = False) -> None:
@@ -107,7 +107,7 @@ class Snapshot:
         self._saved = [(value, value.clone()) for value in state_tensors(state, shared)]
 
     def restore(self) -> None:
-        """Put the state back, which must hold the tensors that it held then."""
+        """Restore the state, which must hold the same tensor objects as it did then."""
         now = state_tensors(self._state, self._shared)
         for (value, before), held in zip(self._saved, now, strict=True):
             assert held is value, "a drafter must update its state in place to have it put back"
@@ -116,15 +116,15 @@ class Snapshot:
 
 @contextmanager
 def scratch(state: Any) -> Iterator[None]:
-    """Put every tensor of a drafter's state back at the end; see `Snapshot`."""
+    """Restore every tensor of a drafter's state at the end of the block; see `Snapshot`."""
     saved = Snapshot(state)
     yield
     saved.restore()
 
 
 def state_tensors(state: Any, shared: bool = False) -> Iterator[Tensor]:
-    """The tensors of a state that a commit changes and that must be put back. shared: with those
-    that rows share, constants (frozen dataclasses) aside."""
+    """The tensors of a state that a commit changes and that must be restored. shared: include those
+    that rows share, except constants (frozen dataclasses)."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, (list, tuple)):
@@ -138,5 +138,5 @@ def state_tensors(state: Any, shared: bool = False) -> Iterator[Tensor]:
 
 
 def _is_constant(state: Any) -> bool:
-    """Whether a dataclass is frozen, or no instance at all."""
+    """Whether a dataclass is frozen, or is a class instead of an instance."""
     return isinstance(state, type) or bool(type(state).__dataclass_params__.frozen)

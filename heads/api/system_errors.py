@@ -1,4 +1,4 @@
-"""What the operating system's errors mean for a person: a disk that is full, a file that may not be
+"""Explanations of the operating system's errors for the user: a full disk, a file that may not be
 written, and the like. Imports nothing heavy.
 """
 
@@ -63,14 +63,14 @@ SPELT = (*FULL, errno.EROFS, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENAMETO
 
 
 def explained(error: BaseException) -> str:
-    """What is wrong and what to do, for an error of the system; else the error's first line."""
+    """The problem and what to do, for an error of the system; else the error's first line."""
     number = system_error(error)
     return f"{first_line(error)}." if number is None else describe(error, number)
 
 
 def system_error(error: BaseException) -> int | None:
-    """The number of an operating system's error, also of one that a library wrapped; None for an
-    error of another sort, or one that concerns neither a file nor a disk."""
+    """The number of an operating system's error, also if a library wrapped it; None for an error of
+    another type, or one that concerns neither a file nor a disk."""
     if isinstance(error, OSError) and error.errno in WORDS:
         return error.errno if error.filename is not None or error.errno in SPELT else None
     said = str(error)
@@ -78,12 +78,12 @@ def system_error(error: BaseException) -> int | None:
 
 
 def describe(error: BaseException, number: int) -> str:
-    """What is wrong, with which file, what to do."""
+    """The problem, the file and what to do."""
     what, advice = WORDS[number]
     given = [getattr(error, key, None) for key in ("filename", "filename2")]
     names = [os.fsdecode(name) for name in given if isinstance(name, str | bytes | Path)]
     where = " and ".join(f"'{name}'" for name in names)
-    # A library says in words what the disk has refused, and where.
+    # A library's message may say in words what the disk refused, and where.
     said = "" if isinstance(error, OSError) and where else f" ({first_line(error)})"
     return f"{where}{': ' if where else ''}{what}{said}. {advice}"
 

@@ -1,7 +1,7 @@
-"""What a drafter may know of its target: facts (`TargetInfo`) and frozen weights (`TargetWeights`).
+"""The target as a drafter sees it: facts (`TargetInfo`) and frozen weights (`TargetWeights`).
 
-The values are filled in by `inference.target.model`; a checkpoint stores the facts, so that a
-drafter refuses another target.
+`inference.target.model` fills in the values. A checkpoint stores the facts, so that a drafter
+refuses another target.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TargetInfo:
     hidden_size: int
     num_layers: int
     num_attention_heads: int
-    """Of a model without attention: those that its drafters get."""
+    """For a model without attention: the number that its drafters get."""
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
@@ -62,8 +62,8 @@ class TargetInfo:
     def require_same(self, other: TargetInfo) -> None:
         """Raise `UserError` unless a drafter made for `self` can serve `other`.
 
-        A moved folder is fine (the id may differ while revision and tokenizer agree); other weights
-        or another vocabulary are not.
+        A moved folder is accepted (the id may differ while revision and tokenizer agree); other
+        weights or another vocabulary are not.
         """
         for name in ("tokenizer_hash", "hidden_size", "num_layers", "vocab_size", "revision"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -105,11 +105,12 @@ class TargetWeights:
     logits: Callable[[Tensor], Tensor]
     """Post-final-norm states [..., H] -> the target's own logits [..., V]."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    """Every named tensor of the target, for drafters that copy layers out of it."""
+    """Every named tensor of the target, for drafters that copy its layers."""
     rotary: Rotary | None = None
     """Its rotary positions; None when it has none, or several (local and global layers)."""
     windows: tuple[int, ...] = ()
-    """Per layer, the latest positions that its attention sees; 0: all. Empty: all layers all."""
+    """Per layer, how many latest positions its attention sees; 0: all. Empty: all, in all
+    layers."""
 
     def embed(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The embeddings [..., H] of tokens [...], in `dtype` if given."""

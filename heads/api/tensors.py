@@ -1,8 +1,8 @@
-"""Readers of safetensors files from outside, bounded as `heads.api.reading` is.
+"""Readers of external safetensors files, with limits as in `heads.api.reading`.
 
-The library checks a header against the file: its length, that every tensor lies inside and that its
-bytes are what its shape and format take. So the shapes that `tensor_shapes` returns are as large as
-the file is, and what is compared with them needs no memory.
+The library checks a header against the file: its length, that every tensor lies inside, and that
+its bytes match its shape and format. So the shapes that `tensor_shapes` returns are no larger than
+the file, and comparing with them needs no memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BROKEN = (
     *(SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError, OverflowError),
     AttributeError,
 )
-"""What the library, and torch behind it, raise for a file that is damaged or is no such file."""
+"""Errors that the library and torch raise for a file that is damaged or of another format."""
 
 
 def read_tensors(path: Path, advice: str = ADVICE, device: str = "cpu") -> dict[str, Tensor]:
@@ -38,8 +38,8 @@ def read_tensors(path: Path, advice: str = ADVICE, device: str = "cpu") -> dict[
 
 @contextmanager
 def open_tensors(path: Path, advice: str = ADVICE) -> Iterator[Any]:
-    """Yield a file whose tensors are read one by one (`safetensors.safe_open`, for torch); its
-    errors, and those of reading, leave the block as `UserError`."""
+    """Yield a file whose tensors are read one by one (`safetensors.safe_open`, for torch). Errors
+    of opening and reading it leave the block as `UserError`."""
     with refusing(f"'{path}'", advice, *BROKEN), safe_open(str(path), "pt") as file:
         yield file
 
@@ -47,7 +47,7 @@ def open_tensors(path: Path, advice: str = ADVICE) -> Iterator[Any]:
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a file; an error of the system, which the library only spells in words, leaves as
+    """Write a file. An error of the system, which the library only spells in words, is raised as
     `OSError` with the file's name."""
     try:
         save_file(tensors, str(path), metadata)
@@ -59,7 +59,7 @@ def write_tensors(
 
 
 def tensor_shapes(path: Path, advice: str = ADVICE) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of a file's tensors, none of which is read; raises `UserError`."""
+    """Name -> shape of a file's tensors, without reading them; raises `UserError`."""
     with open_tensors(path, advice) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 

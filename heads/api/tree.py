@@ -1,6 +1,6 @@
-"""Token trees: who follows whom among the drafted tokens of one verification.
+"""Token trees: the parents of the drafted tokens of one verification.
 
-A chain is a tree whose node i follows node i-1; plain decoding is the tree of one node. Node 0 is
+A chain is a tree whose node i follows node i-1; plain decoding uses the tree of one node. Node 0 is
 the root: the last committed token, not yet in the target's cache. Parents come before their
 children.
 
@@ -26,8 +26,8 @@ class TokenTree:
 
     parents [1|B, N] int64 (the root is its own parent), depth [1|B, N] int64, ancestors [1|B, N, N]
     bool where `ancestors[b, i, j]` says that node j lies on the path from the root to node i (i
-    itself included). `max_depth` and `is_chain` are known on the host, so that no step has to ask
-    the device.
+    itself included). `max_depth` and `is_chain` are known on the host, so that no step has to
+    synchronise with the device.
     """
 
     parents: Tensor
@@ -92,7 +92,7 @@ class TokenTree:
         return replace(self, parents=parents, depth=depth, ancestors=self.ancestors.to(device))
 
     def levels(self) -> list[Level]:
-        """A static tree level by level. Reads it on the host; call once."""
+        """A static tree level by level. Reads the tree on the host; call once."""
         parents, depth = self.parents[0].tolist(), self.depth[0].tolist()
         found = []
         for level in range(1, self.max_depth + 1):
@@ -110,7 +110,7 @@ class TokenTree:
 
 
 class Ranking(StrEnum):
-    """By what the nodes of a dynamic tree are compared: the score that is added up along a path.
+    """The score by which nodes of a dynamic tree are compared; it is summed along a path.
 
     With q the draft distribution at a node, g the noise it shares with the target (0 at temperature
     0) and s = log q + g: PROBABILITY log q; PERTURBED log softmax(s) over the vocabulary; GAP s
@@ -124,7 +124,7 @@ class Ranking(StrEnum):
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """A tree whose topology is chosen anew for every row and step, within fixed sizes.
+    """A tree whose topology is chosen separately for every row and step, within fixed sizes.
 
     nodes: the root included. max_depth: deepest level. width: nodes expanded per level, and
     children considered per node. ranking: how nodes are compared.
@@ -160,11 +160,11 @@ class DynamicShape:
 @dataclass(frozen=True)
 class DartreeShape:
     """A tree that grows from the distributions of one drafting pass (DARTree, 2608.13524; see
-    `heads.nn.drafting.dartree`), anew for every row and step.
+    `heads.nn.drafting.dartree`), separately for every row and step.
 
     nodes: the root included. max_depth: deepest level. width: nodes kept per level while it grows.
-    candidates: tokens considered at each depth. depth_penalty: nats that every level takes off a
-    node's score when the nodes to verify are chosen.
+    candidates: tokens considered at each depth. depth_penalty: nats that are subtracted from a
+    node's score per level when the nodes to verify are chosen.
     """
 
     nodes: int
@@ -209,11 +209,12 @@ class DartreeShape:
 
 
 DraftShape = TokenTree | DynamicShape | DartreeShape
-"""What a drafter is asked to fill: a static tree, or the sizes of one that it chooses itself."""
+"""The shape that a drafter fills: a static tree, or the sizes of a tree that it chooses itself."""
 
 
 def one_path(shape: DraftShape, device: torch.device) -> TokenTree:
-    """What a drafter with one continuation fills: of dynamic shapes, a chain that fits."""
+    """The tree that a drafter with one continuation fills; for dynamic shapes, a chain that
+    fits."""
     if isinstance(shape, TokenTree):
         return shape
     return TokenTree.chain(min(shape.max_depth, shape.nodes - 1), device)

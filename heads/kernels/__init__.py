@@ -1,1 +1,1 @@
-"""Kernels of training, and the choice of an implementation for every kernel there is."""
+"""Kernels of training, and the choice of an implementation for every kernel."""

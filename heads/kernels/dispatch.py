@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: Triton's on a GPU, the plain-torch reference elsewhere.
+"""The choice of a kernel's implementation: Triton on a GPU, the plain-torch reference elsewhere.
 
 An operation is declared once, with its reference, in `heads.kernels.reference` if training computes
 it and in `inference.kernels.reference` if only decoding does:
@@ -7,10 +7,10 @@ it and in `inference.kernels.reference` if only decoding does:
 
 and is called like a function; the device and the dtype of its first argument (a tensor) decide.
 Modules with Triton kernels import triton at their top and are imported only when their kernel is
-called, so that nothing here needs triton to be installed. HEADSTART_KERNELS=auto|reference|triton
+called, so nothing here needs triton to be installed. HEADSTART_KERNELS=auto|reference|triton
 overrides the choice. Steps that are traced to be compiled for a CPU (`traced_for_cpu`) may have a
-third implementation, C++. TRITON_INTERPRET=1, set before triton is first imported, lets
-HEADSTART_KERNELS=triton run the kernels on a CPU, slowly: that is for tests.
+third implementation, in C++. For tests, TRITON_INTERPRET=1, set before triton is first imported,
+lets HEADSTART_KERNELS=triton run the kernels on a CPU, slowly.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ VARIABLE = "HEADSTART_KERNELS"
 INTERPRET = "TRITON_INTERPRET"
 MODES = ("auto", "reference", "triton")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-"""What kernels that accumulate in float32 take; float64 is for references."""
+"""Dtypes of kernels that accumulate in float32; float64 is for references."""
 OLDEST_GPU = (8, 0)
-"""Compute capability that Triton asks of NVIDIA GPUs."""
+"""Compute capability that Triton requires of NVIDIA GPUs."""
 
 OPS: dict[str, Op] = {}
-"""Every operation by its name, as far as its module was imported (`inference.kernels.registry`
-imports them all)."""
+"""Every operation by its name, if its module was imported (`inference.kernels.registry` imports
+them all)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that runs, and why in a few words."""
+    """The implementation that runs, and the reason in a few words."""
 
     implementation: Literal["triton", "cpp", "reference"]
     why: str
@@ -55,10 +55,10 @@ class Choice:
 class Op:
     """An operation with implementations of one signature, registered under `name`.
 
-    reference: plain torch, the meaning. kernel: "module:function", imported when it first runs.
-    dtypes: those of the first argument that the kernel takes; empty: any. by_default: whether the
-    kernel runs where it can, or only where HEADSTART_KERNELS=triton asks for it. cpp: as `kernel`,
-    for steps that are traced for a CPU, in float32; None if there is none.
+    reference: plain torch, which defines the operation. kernel: "module:function", imported when it
+    first runs. dtypes: those of the first argument that the kernel supports; empty: any.
+    by_default: whether the kernel runs wherever it can, or only with HEADSTART_KERNELS=triton. cpp:
+    as `kernel`, for steps that are traced for a CPU, in float32; None if there is none.
     """
 
     name: str
@@ -96,8 +96,8 @@ class Op:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Within the block `device` is CUDA's current one: Triton launches on that, whatever device its
-    arguments are on."""
+    """Within the block, `device` is CUDA's current one: Triton launches on it, whatever the device
+    of its arguments."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -106,7 +106,7 @@ _TRACED: ContextVar[bool] = ContextVar("headstart_traced_for_cpu", default=False
 
 @contextmanager
 def traced_for_cpu() -> Iterator[None]:
-    """What runs within the block is recorded, and compiled for a CPU later."""
+    """Operations within the block are recorded, and compiled for a CPU later."""
     token = _TRACED.set(True)
     try:
         yield
@@ -130,8 +130,7 @@ def choose(op: Op, device: torch.device | str, dtype: torch.dtype | None = None)
     if mode == "auto" and not op.by_default:
         return Choice("reference", f"not shown to be faster; {VARIABLE}=triton runs the kernel")
     if dtype is not None and op.dtypes and dtype not in op.dtypes:
-        # also when triton is demanded: a float64 audit of a model is right to be computed in
-        # float64
+        # also with HEADSTART_KERNELS=triton: a float64 audit of a model must be computed in float64
         name = str(dtype).removeprefix("torch.")
         return Choice("reference", f"{name}: the kernel does not compute in it")
     device = torch.device(device)
@@ -155,7 +154,7 @@ def is_interpreted() -> bool:
 
 @cache
 def triton_version() -> str | None:
-    """The installed triton's version, without importing it; None where there is none."""
+    """The installed triton's version, without importing it; None if there is none."""
     if importlib.util.find_spec("triton") is None:
         return None
     for name in ("triton", "pytorch-triton", "triton-windows", "pytorch-triton-rocm"):
@@ -168,7 +167,8 @@ def triton_version() -> str | None:
 
 @cache
 def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
-    """Why Triton kernels do not run on such a device, or None; asked per layer and step."""
+    """The reason why Triton kernels do not run on such a device, or None; called per layer and
+    step."""
     if triton_version() is None:
         return "no triton installed"
     if kind == "cuda":

@@ -1,23 +1,23 @@
 """Losses of rows of logits against a target's, and their gradient, in Triton.
 
-Meaning: `reference/row_losses.py`. Logits are read in their own dtype and widened in registers; of
-what is as wide as the vocabulary only the gradient is written, in the logits' dtype. Every lane of
-a program carries maxima and sums of its own columns, rescaled when its maximum rises, and the lanes
-are joined at the end of the row: sums of few terms in float32, always in the same order, without
-atomics.
+`reference/row_losses.py` defines the operation. Logits are read in their own dtype and widened in
+registers. The only vocabulary-wide tensor that is written is the gradient, in the logits' dtype.
+Every lane of a program holds maxima and sums of its own columns, rescaled when its maximum rises,
+and the lanes are joined at the end of the row: sums of few terms in float32, always in the same
+order, without atomics.
 
 The forward kernel (a program per row) reads both rows once for norms (log-sum-exp), likeliest
 tokens, cross entropies and KL(p || q), which is sum p (y - z) + norm_q - norm_p for logits z and y;
-and once more where a loss needs normalised probabilities first (reverse KL, JSD, TV, acceptance).
+and once more if a loss needs normalised probabilities first (reverse KL, JSD, TV, acceptance).
 The backward kernel (a program per row and tile) reads both again and writes
 
     dz = 1/T times the sum over losses of g q (u - sum(q u)),    u = d loss / d q,
 
-with the sums that the forward kernel left. A row whose gradients g are all zero is not read.
+with the sums from the forward kernel. A row whose gradients g are all zero is not read.
 
-Bytes per row and token of the vocabulary in bfloat16, forward and backward: 4 + 6 where one pass
-does, 8 + 6 where there are two, of which the second finds part of its row in the level-2 cache.
-docs/decisions.md has those of plain torch.
+Bytes per row and token of the vocabulary in bfloat16, forward and backward: 4 + 6 if one pass is
+enough, 8 + 6 with two, of which the second finds part of its row in the level-2 cache.
+docs/decisions.md has the figures of plain torch.
 
 Legend: R rows, M rows of the target (row r compares with r mod M), V vocabulary, N losses.
 """
@@ -51,7 +51,7 @@ BLOCK = 2048
 WARPS = 8
 TWO_PASSES = {REVERSE_KL, JENSEN_SHANNON, TOTAL_VARIATION, ACCEPTANCE_NLL}
 SUMS = 10
-"""Numbers that the forward kernel leaves per row for the backward kernel (`_forward_kernel`)."""
+"""Numbers per row that the forward kernel stores for the backward kernel (`_forward_kernel`)."""
 
 
 def row_losses(
@@ -138,7 +138,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 def _constants(names: Sequence[str], temperature: float, soft: bool) -> dict[str, Any]:
-    """What both kernels are compiled for: the place of each loss among `names`, or -1."""
+    """The compile-time constants of both kernels: the place of each loss among `names`, or -1."""
     places = {name: names.index(name) if name in names else -1 for name in NAMES}
     return {
         "CE": places[CROSS_ENTROPY],
@@ -162,7 +162,7 @@ def _load(row, column, vocab):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _above(x):  # type: ignore[no-untyped-def]
-    """Finite logits, so that none times a probability of 0 is 0; NaN stays."""
+    """Finite logits, so that a logit times a probability of 0 is 0; NaN stays."""
     return tl.where(x < -1e30, -1e30, x)
 
 
@@ -247,7 +247,7 @@ def _second_pass(  # type: ignore[no-untyped-def]
         low_peak = tl.max(low_top, 0)
         scale = tl.exp(low_top - low_peak)
         whole = tl.sum(common * scale, 0)
-        # a comparison drops NaN, of which both norms still know
+        # a comparison drops NaN, which both norms still hold
         found = low_peak + tl.log(whole) + 0.0 * (norm + target_norm)
         tl.store(sums + 8 * count + place, found)
         tl.store(sums + 9 * count + place, tl.sum(own * scale, 0) / whole)

@@ -1,1 +1,1 @@
-"""Network parts and losses that several kinds share. Nothing here knows a kind."""
+"""Network parts and losses that several kinds share. Nothing here depends on a kind."""

@@ -1,5 +1,5 @@
 """Places of a sequence behind which a drafter is trained, drawn at random: training behind some of
-them costs less, and their scaled sum is an estimate of the sum over all.
+them costs less, and their scaled sum estimates the sum over all.
 
 Legend: B rows, T positions, A anchors per row.
 """
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Anchors:
-    """Where the blocks of a batch stand, or other drafts.
+    """The places of a batch's blocks, or of other drafts.
 
     last [B, A] int64: the last visible position t of each block; its root is the token at t + 1.
-    valid [B, A] bool: False for fillers of rows with fewer blocks. scale [B, A] float: what each
-    block's loss is multiplied by, so that a sum over the chosen blocks is an estimate of the
-    (weighted) sum over all eligible positions.
+    valid [B, A] bool: False for fillers of rows with fewer blocks. scale [B, A] float: the factor
+    of each block's loss, so that a sum over the chosen blocks is an estimate of the (weighted) sum
+    over all eligible positions.
     """
 
     last: Tensor
@@ -45,8 +45,8 @@ class Anchors:
         repetition from each row's own generator and in ascending order. Reads the mask on the host;
         for training only.
 
-        weights [B, T]: how much a block with its root at this position counts, the root of a block
-        behind position t standing at t + 1; positions are drawn in proportion to that.
+        weights [B, T]: the weight of a block with its root at this position (the root of a block
+        behind position t is at t + 1); positions are drawn in proportion to it.
         """
         chosen, scales = [], []
         for number, (row, generator) in enumerate(zip(eligible.cpu(), generators, strict=True)):
@@ -92,7 +92,7 @@ def draw(
     chances = inclusion(weights.double(), most)
     ends = chances[order].cumsum(0)
     offset = torch.rand((), generator=generator, dtype=torch.float64)
-    # A number is hit where its stretch of the sum holds one of the marks offset, offset + 1, ...
+    # A number is chosen if its interval of the sum holds one of the marks offset, offset + 1, ...
     hit = (ends - offset).ceil() > (ends - chances[order] - offset).ceil()
     order = order[hit].sort().values
     return order, (weights[order] / chances[order]).float()

@@ -1,9 +1,9 @@
 """Attention of drafters: packed sequences in training, a preallocated cache in decoding.
 
-In training nothing is as large as the square of a row: packed rows are attended to stretch by
-stretch (`heads.nn.packing`), and where scores are written out, as for columns that every row has of
-its own, more than `CHUNK_ELEMENTS` of them are computed again in the backward pass. What queries
-see of a cache: `heads.nn.drafting.sight`.
+In training no tensor is as large as the square of a row: packed rows are attended to stretch by
+stretch (`heads.nn.packing`). Where scores are written out, as for columns that belong to a single
+row, they are computed again in the backward pass if there are more than `CHUNK_ELEMENTS`. For what
+queries see of a cache, see `heads.nn.drafting.sight`.
 
 Legend: B rows, T positions, Q queries, S keys or cache slots, R rows and n places of a stretch, h
 query heads, g key/value heads, G = h / g, D head size (of values, where they differ from keys, in
@@ -48,8 +48,8 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def by_stretch(part: Callable[..., Tensor], packing: Packing, *parts: Tensor) -> Tensor:
-    """part(stretch, *what of `parts` [B, T, ..] lies in it [R, n, ..]) -> [R, n, ..] of all
-    stretches, put together [B, T, ..]."""
+    """part(stretch, *the parts' slices in it [R, n, ..]) -> [R, n, ..] for all stretches of `parts`
+    [B, T, ..], concatenated to [B, T, ..]."""
     if packing.whole is not None:
         return part(packing.whole, *parts)
     return _one_by_one(part, packing, *parts)
@@ -57,10 +57,10 @@ def by_stretch(part: Callable[..., Tensor], packing: Packing, *parts: Tensor) ->
 
 @torch.compiler.disable
 def _one_by_one(part: Callable[..., Tensor], packing: Packing, *parts: Tensor) -> Tensor:
-    """`by_stretch` of several. Not compiled: every batch has other stretches, and would have a
-    program of its own."""
+    """`by_stretch` for several stretches. Not compiled: every batch has other stretches, and would
+    get a separate program."""
     sizes = [stretch.rows * stretch.length for stretch in packing.stretches]
-    # The gradients of a split are put together once; those of slices would be summed as whole rows.
+    # The gradients of a split are concatenated once; those of slices would be summed as whole rows.
     split = [states.flatten(0, 1).split(sizes) for states in parts]
     found = []
     for stretch, *own in zip(packing.stretches, *split, strict=True):
@@ -73,7 +73,7 @@ def cache_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     """Attention over cache slots: query [B, Q, h, D], key and value [B, S, g, D], mask [B, Q, S],
     added to the scores -> [B, Q, h * D].
 
-    Queries that share a key/value head are laid side by side: the cache is never copied.
+    Queries that share a key/value head are placed side by side, so the cache is never copied.
     """
     batch, queries, heads, size = query.shape
     kv_heads = key.shape[2]
@@ -116,7 +116,7 @@ def chained_attention(
     # [B, T, g, G, k]
     own = torch.stack([(grouped * key[:, :, :, None]).sum(-1) for key in keys[1:]], -1)
     own_values = torch.stack(list(values[1:]), 3)  # [B, T, g, k, D]
-    # by what rows may hold, not by what these do, so that memory does not depend on the documents
+    # by the size that rows may have, not these rows, so that memory does not depend on documents
     recompute = query.shape[:3].numel() * query.shape[1] > CHUNK_ELEMENTS
     part = partial(_chained_stretch, limit, recompute)
     return by_stretch(part, packing, grouped, own, own_values, keys[0], values[0])
@@ -148,7 +148,7 @@ def _chained_stretch(
 def _seen(
     stretch: Stretch, span: slice, first: int, limit: int | None, device: torch.device
 ) -> Tensor:
-    """[R or 1, 1, Q, S] bool: what the rows of `span` see of the places from `first` to its end."""
+    """[R or 1, 1, Q, S] bool: which places from `first` to its end the rows of `span` see."""
     rows = torch.arange(span.start, span.stop, device=device)[:, None]
     columns = torch.arange(first, span.stop, device=device)
     if stretch.mask is None:
@@ -161,8 +161,8 @@ def _seen(
 def in_chunks(
     part: Callable[[slice], Tensor], rows: int, chunk: int, recompute: bool = False
 ) -> Tensor:
-    """part(rows) for all of `rows` rows, side by side in the second dimension; `chunk` rows at a
-    time, recomputed in the backward pass, if there are more or `recompute` says so."""
+    """part(rows) for all of `rows` rows, side by side in the second dimension. If there are more
+    than `chunk`, or with `recompute`, `chunk` rows at a time, recomputed in the backward pass."""
     if rows <= chunk and not recompute:
         return part(slice(0, rows))
     spans = [slice(first, min(first + chunk, rows)) for first in range(0, rows, chunk)]
@@ -175,9 +175,9 @@ def in_chunks(
 def chained_rows(
     grouped: Tensor, own: Tensor, own_values: Tensor, key: Tensor, value: Tensor, seen: Tensor
 ) -> Tensor:
-    """Q rows that see S places and columns of their own: grouped [B, Q, g, G, D], own [B, Q, g, G,
-    k], own_values [B, Q, g, k, D], key and value [B, S, g, D], seen [B or 1, 1, Q, S] bool -> [B,
-    Q, h * D]."""
+    """Attention of Q rows over S places and over k columns of each row: grouped [B, Q, g, G, D],
+    own [B, Q, g, G, k], own_values [B, Q, g, k, D], key and value [B, S, g, D], seen [B or 1, 1, Q,
+    S] bool -> [B, Q, h * D]."""
     batch, queries, kv_heads, groups, _ = grouped.shape
     end = key.shape[1]
     # [B, g, Q * G, D] @ [B, g, D, S]: the heads of a group share one matrix product.

@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         if states.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled():
-            # Five small operations: on the CPU the library's own is taken apart into twice as many.
+            # Five small operations: on the CPU, the library's own one splits into twice as many.
             mean = states.square().mean(-1, keepdim=True)
             return states * torch.rsqrt(mean.add_(self.eps)) * self.weight
         # of one dtype, for which there is a fused kernel: under autocast weights are wider
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of an attention block; what the queries see is the caller's business."""
+    """Projections of an attention block; the caller decides what the queries see."""
 
     def __init__(self, shape: LayerShape, input_size: int | None = None) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
 
     @network_part
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention: output projection and MLP, both residual."""
+        """The rest of the layer after its attention: output projection and MLP, both residual."""
         states = residual + self.self_attn.o_proj(attended)
         return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
@@ -170,7 +170,7 @@ def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
 def residual_blocks(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x + SiLU(U x + b) for K heads (Medusa, Cai et al., 2401.10774, section 2.1.1): [K, M, H].
 
-    states [K, M, H] (an expanded [1, M, H] where all heads read the same), weight [K, H, H] as
+    states [K, M, H] (an expanded [1, M, H] if all heads read the same), weight [K, H, H] as
     nn.Linear holds it, bias [K, H], all of one dtype.
     """
     return states + F.silu(head_products(states, weight, bias))
@@ -180,8 +180,8 @@ def head_products(states: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     """A linear map for each of K heads: states [K, M, H] (or expanded), weight [K, O, H] as
     nn.Linear holds it, bias [K, O] -> [K, M, O].
 
-    One batched product, but on a CPU one product for each head: those of a batch are not packed,
-    and for a few rows they take three times as long.
+    This is one batched product, except on a CPU, where it is one product per head: products of a
+    batch are not packed there, and take three times as long for a few rows.
     """
     if states.device.type == "cpu":
         biases = [None] * len(weight) if bias is None else list(bias)

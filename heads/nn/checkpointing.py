@@ -1,12 +1,12 @@
-"""Parts of a network that training may run in another way: with less memory, or compiled.
+"""Parts of a network that training may run with less memory, or compiled.
 
 A part is a function or method marked with `network_part`: a decoder layer, an unrolled step. Parts
-run as they are unless training says otherwise. A part must not change anything outside of itself,
-nor draw random numbers.
+run as written unless training sets otherwise. A part must not change anything outside itself, nor
+draw random numbers.
 
-* `recomputing` (engine.activation_checkpointing): only a part's inputs are kept; what is inside is
-  computed again in the backward pass. Values and gradients are the same to the last bit: the same
-  operations run twice.
+* `recomputing` (engine.activation_checkpointing): only a part's inputs are kept; everything inside
+  is computed again in the backward pass. Values and gradients are the same to the last bit, because
+  the same operations run twice.
 * `compiling` (engine.compile): torch.compile makes one program of a part, forward and backward.
   Sums are added in another order, so the last bits differ. Parts of equal shape share a program.
 """

@@ -1,10 +1,10 @@
 """Distilling the target's next-token distribution: a weighted mix of divergences.
 
 The divergence is a setting because no single one is best everywhere (DistillSpec, 2310.08461). The
-LK losses (2602.23881) aim at the acceptance rate alpha = sum min(p, q) itself. A reference drafter
-can pick the tokens that are worth learning (AdaSPEC, 2510.19779): of two drafters of one size, the
-one that was distilled before shows which tokens can be learnt at all, and the share of tokens on
-which the training drafter is furthest behind it is kept.
+LK losses (2602.23881) target the acceptance rate alpha = sum min(p, q) itself. A reference drafter
+can select the tokens that are worth learning (AdaSPEC, 2510.19779). It has the same size and was
+distilled before, so it shows which tokens can be learnt at all; training keeps the share of tokens
+on which the new drafter is furthest behind it.
 
 Legend: B rows, T positions, M predictions, R outputs, K depths, H hidden of the drafter, V
 vocabulary.
@@ -76,7 +76,7 @@ class ObjectiveConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Those above 0 of losses of rows, by the losses' names; all but `lk_annealed`."""
+        """The weights above 0 of losses of rows, by the losses' names; all but `lk_annealed`."""
         weights = {
             CROSS_ENTROPY: self.ce,
             FORWARD_KL: self.forward_kl,
@@ -89,7 +89,7 @@ class ObjectiveConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The losses of rows that the objectives are made of."""
+        """The losses of rows that the objectives consist of."""
         annealed = (FORWARD_KL, TOTAL_VARIATION) if self.lk_annealed > 0 else ()
         return tuple(dict.fromkeys([*self.weights, *annealed]))
 
@@ -101,7 +101,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What is to be judged.
+    """The predictions that the loss compares.
 
     outputs [R, H]: the drafter's normalised states; at [M] int64: the output of each prediction;
     states [M] int64: the flat state (row x T + t) of the target that predicts the same token; depth
@@ -120,7 +120,7 @@ class Predictions:
         return cls(outputs.flatten(0, 1), states, states, torch.zeros_like(states), 1)
 
     def only(self, chosen: Tensor) -> Predictions:
-        """The predictions with these numbers [M']."""
+        """The predictions with these indices [M']."""
         at, states, depth = (part[chosen] for part in (self.at, self.states, self.depth))
         return Predictions(self.outputs, at, states, depth, self.depths)
 
@@ -159,8 +159,8 @@ def distillation_loss(
 def compare(
     config: ObjectiveConfig, logits: Tensor, wanted: Tensor | None, labels: Tensor
 ) -> RowLosses:
-    """The losses that the objectives are made of, for logits and the target's `wanted` [M, V]
-    (None: no soft objective) and labels [M] int64."""
+    """The losses that the objectives consist of, for logits and the target's `wanted` [M, V] (None:
+    no soft objective) and labels [M] int64."""
     return ROW_LOSSES(logits, wanted, labels, config.names, config.temperature, config.jsd_beta)
 
 
@@ -189,7 +189,7 @@ def _mean_acceptance(
 ) -> Tensor | None:
     """[M]: the mean acceptance rate by depth and packed row, when lk_annealed needs it.
 
-    The paper means over the batch, which depends on how rows are dealt to processes.
+    The paper takes the mean over the batch, which depends on how rows are dealt to processes.
     """
     if config.lk_annealed == 0:
         return None
@@ -225,10 +225,10 @@ def furthest_behind(
     share: float,
     columns: int,
 ) -> Tensor:
-    """Numbers [M'] of the predictions to train on: in every document the `share` (rounded up) with
-    the largest loss of the drafter minus loss of the reference, as AdaSPEC selects them (in a
-    document where the paper says batch, so that the choice does not depend on what is packed or
-    dealt together)."""
+    """Indices [M'] of the predictions to train on: in every document the `share` (rounded up) with
+    the largest loss of the drafter minus loss of the reference, as AdaSPEC selects them. The paper
+    selects per batch; per document, the choice does not depend on which documents are packed or
+    dealt together."""
 
     def values(side: tuple[Predictions, Head]) -> Tensor:
         def one(chosen: Predictions) -> Tensor:

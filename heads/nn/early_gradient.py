@@ -1,12 +1,12 @@
-"""The gradient of losses on an LM head's logits, taken while the logits are there.
+"""The gradient of losses on an LM head's logits, computed while the logits are in memory.
 
-A loss per row needs the logits [M, V] again for its gradient. They are too many to keep, and
+A loss per row needs the logits [M, V] again for its gradient. They are too large to keep, and
 computing them again costs the LM head's product, the target's logits and the loss a second time.
-Where no weight behind the states is trained, as with the target's own LM head, there is another
-way: a row's loss depends on that row's state alone, so the gradient of the sum of all losses holds
-every row's own gradient [M, H], whatever factor the row's loss gets later. That is kept, and scaled
-in the backward pass: three products of the LM head's size in place of five (Liger Kernel takes
-gradients in the forward pass too, 2410.10989).
+This can be avoided if no weight after the states is trained, as with the target's own LM head. A
+row's loss then depends on that row's state alone, so the gradient of the sum of all losses holds
+every row's own gradient [M, H], whatever factor the row's loss gets later. This gradient is kept,
+and scaled in the backward pass: three products of the LM head's size in place of five (Liger Kernel
+also computes gradients in the forward pass, 2410.10989).
 
 Legend: M rows, K steps, H hidden.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Judged = tuple[Tensor, ...]
-"""Losses [K, M] of states [K, M, H], and what else was found, without gradient."""
+"""Losses [K, M] of states [K, M, H], and further results, without gradient."""
 
 
 def with_gradient(judge: Callable[[Tensor], Judged], states: Tensor) -> Judged:
-    """`judge(states)`, keeping nothing for the backward pass but the gradient of `states`.
+    """`judge(states)`, which keeps only the gradient of `states` for the backward pass.
 
-    No trained weight may enter `judge`, and every loss must depend on its own row of states alone.
+    `judge` must not use a trained weight, and every loss must depend only on its own row of states.
     """
     if not (torch.is_grad_enabled() and states.requires_grad):
         return judge(states)

@@ -1,9 +1,9 @@
 """Losses between a drafter's and the target's next-token distributions, and their sums.
 
 Every loss maps logits to one value per position [M]; callers add them up. All are computed in
-float32 (float64 stays float64), under autocast too: see `full_precision`. `sum_over_rows` keeps
-vocabulary-wide float32 tensors to a chunk of positions at a time. TV is one minus
-the acceptance rate (Leviathan et al., 2211.17192); each divergence names its source.
+float32 (float64 stays float64), also under autocast: see `full_precision`. `sum_over_rows` limits
+vocabulary-wide float32 tensors to a chunk of positions at a time. TV is one minus the acceptance
+rate (Leviathan et al., 2211.17192); each divergence names its source.
 
 Legend: M positions, V vocabulary. p is the target's distribution, q the drafter's.
 """
@@ -46,8 +46,8 @@ def full_precision(loss: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
     Under autocast, dot products of float32 vectors (vecdot, matmul, einsum, ...) are taken in
     bfloat16, which has 8 significant bits: losses would be off by several per mille, and
     divergences, differences of such products, would come out negative. Every function of logits
-    that enters a loss carries this mark. Casting its inputs with `widen` remains its own task, so
-    that it can keep narrow logits for its backward pass.
+    that enters a loss carries this mark. The function itself casts its inputs with `widen`, so that
+    it can keep narrow logits for its backward pass.
     """
 
     @wraps(loss)
@@ -61,7 +61,7 @@ def full_precision(loss: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
 
 
 def widen(values: Tensor) -> Tensor:
-    """The values in float32, or float64 if they are."""
+    """The values in float32; float64 stays float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -81,8 +81,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """-sum p log softmax(z) for probabilities p that sum to one, minus the entropy of p where it is
-    given, keeping z alone for the backward pass: its gradient is softmax(z) - p."""
+    """-sum p log softmax(z) for probabilities p that sum to one, minus the entropy of p if it is
+    given. It keeps only z for the backward pass: its gradient is softmax(z) - p."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, probabilities: Tensor, entropy: Tensor | None) -> Tensor:
@@ -112,7 +112,7 @@ def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
 
 @full_precision
 def top_k_cross_entropy(logits: Tensor, probabilities: Tensor, count: int) -> Tensor:
-    """-sum p log q over the `count` tokens that p holds most likely (HASS, 2408.15766).
+    """-sum p log q over the `count` likeliest tokens of p (HASS, 2408.15766).
 
     logits [K, M, V], probabilities p [M, V] (float32 or float64) -> [K, M].
     """
@@ -197,8 +197,8 @@ def annealed_lk(
 @full_precision
 def distractor_penalty(logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
     """sum q(x) max(0, z(label) - z(x)) per position [M], with z the target's logits (LiLiCorr,
-    2608.20530): the drafter's probability for tokens that the target holds less likely than the
-    label [M] int64, each by how much; no gradient for the target."""
+    2608.20530): the drafter's probability for tokens that are less likely for the target than the
+    label [M] int64, each times the difference; no gradient for the target."""
     scores = widen(target_logits.detach())
     behind = (scores.gather(-1, labels[:, None]) - scores).clamp(min=0)
     return torch.linalg.vecdot(_log_softmax(logits).exp(), behind)
@@ -212,9 +212,9 @@ def sum_over_rows(
 ) -> Sums:
     """Add up part(rows) over chunks of `rows` [M] int64 of at most `chunk_elements` / columns.
 
-    part returns tensors that are sums over its rows. With more than one chunk each is recomputed in
-    the backward pass instead of being kept, unless `part` itself keeps nothing as wide as the
-    vocabulary (recompute=False; see `heads.nn.early_gradient`).
+    part returns tensors that are sums over its rows. If there is more than one chunk, each is
+    recomputed in the backward pass instead of being kept, unless `part` itself keeps nothing as
+    wide as the vocabulary (recompute=False; see `heads.nn.early_gradient`).
     """
     chunk = max(1, chunk_elements(rows.device) // columns)
     if rows.shape[0] <= chunk:
@@ -256,7 +256,7 @@ def weighted_output(weights: Tensor, losses: Tensor, correct: Tensor, counts: Te
 
 
 def supervised_states(batch: TrainBatch, steps: int) -> Tensor:
-    """[B*T, K] bool: whether row s-k of step k predicts a supervised token behind state s."""
-    # what rolls over from the end has nothing ahead: it is not supervised
+    """[B*T, K] bool: whether row s-k of step k predicts a supervised token after state s."""
+    # rows that roll over from the end have nothing ahead, so they are not supervised
     shifted = [batch.supervised(k + 1).roll(k, 1).flatten() for k in range(1, steps + 1)]
     return torch.stack(shifted, 1)

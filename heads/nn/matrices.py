@@ -1,6 +1,6 @@
-"""Which weights are matrices in the sense of optimisers such as Muon: maps between states, whose
-singular values mean something. Tables over the vocabulary are none, because a row of theirs is
-learned from a token alone."""
+"""The weights that are matrices in the sense of optimisers such as Muon: maps between states, whose
+singular values are meaningful. Tables over the vocabulary are not, because each of their rows is
+learned from one token alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 def set_matrix(parameter: Tensor, is_matrix: bool) -> None:
-    """Say whether a weight [..., rows, columns] is a matrix (or a stack of them), where its module
-    does not tell: the weights of `nn.Linear` are by default, no other."""
+    """Set whether a weight [..., rows, columns] is a matrix (or a stack of them). By default, only
+    the weights of `nn.Linear` are."""
     vars(parameter)["is_matrix"] = is_matrix
 
 

@@ -1,9 +1,9 @@
-"""Packed rows: where their documents lie, and which places are attended to together.
+"""Packed rows: the places of their documents, and which places share an attention call.
 
-Causal attention that stays within documents needs no mask over a row. A document is attended to
-alone, which is plain causal attention; neighbours that are short share a call, under a mask of
-their own size. So memory grows with a row's length, not with its square, and pairs of places in
-different documents are mostly not computed at all.
+Causal attention that stays within documents needs no mask over a row. A document gets its own call,
+which is plain causal attention; short neighbours share a call, with a mask of their own size. So
+memory grows with a row's length, not with its square, and most pairs of places in different
+documents are not computed at all.
 
 Legend: B rows, T positions, R rows and n places of a stretch.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 
 TOGETHER, TOGETHER_ON_CUDA = 128, 512
-"""Most places of neighbouring documents that are attended to at once, under a mask: what a call
-costs besides its scores, on a GPU its launches, is then shared by several."""
+"""Most places of neighbouring documents that share an attention call, under a mask. They then share
+the call's overhead besides its scores, such as kernel launches on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Document:
 
 def documents(segments: Tensor, positions: Tensor) -> tuple[Document, ...]:
     """The documents of packed rows, which cover all places in order; padding is one of them.
-    segments [B, T]: equal numbers side by side; positions [B, T]. Asks the device once."""
+    segments [B, T]: equal numbers side by side; positions [B, T]. Synchronises with the device
+    once."""
     # [B, T] each, on the host
     numbers, begins = torch.stack([segments.long(), positions.expand(segments.shape)]).cpu()
     starts = torch.ones_like(numbers, dtype=torch.bool)
@@ -51,7 +52,7 @@ def documents(segments: Tensor, positions: Tensor) -> tuple[Document, ...]:
 
 
 def first_places(segments: Tensor) -> Tensor:
-    """[B, T] int64: where in its row the document of every place begins. Asks no device."""
+    """[B, T] int64: where in its row the document of every place begins. No synchronisation."""
     places = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
     starts = torch.zeros_like(places)
     starts[:, 1:] = places[:, 1:] * (segments[:, 1:] != segments[:, :-1])
@@ -68,7 +69,7 @@ def within_documents(segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stretch:
-    """R times n places, side by side in the flat batch, that are attended to together: `rows`
+    """R times n places, side by side in the flat batch, that share an attention call: `rows`
     sequences of `length` places. mask [R, 1, n, n] bool; None: plain causal."""
 
     rows: int
@@ -77,11 +78,11 @@ class Stretch:
 
 
 class Packing:
-    """How a batch is attended to: stretches that cover the flat batch [B * T] in order.
+    """The attention calls of a batch: stretches that cover the flat batch [B * T] in order.
 
     Rows of one document each are one stretch without a mask, and rows no longer than `TOGETHER`
-    one with a mask. whole: that single stretch, None where there are more. No dataclass: the
-    compiler would make a program for every number of stretches.
+    are one with a mask. whole: that single stretch, None if there are more. This is no dataclass,
+    because the compiler would make a program for every number of stretches.
     """
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
@@ -90,7 +91,7 @@ class Packing:
 
     @classmethod
     def of(cls, batch: TrainBatch) -> Packing:
-        """Of a batch's rows. Asks the device once; for training only."""
+        """The packing of a batch's rows. Synchronises with the device once; for training only."""
         segments, (rows, length) = batch.segments, batch.segments.shape
         lying = documents(segments, batch.positions)
         if len(lying) == rows:
@@ -108,7 +109,7 @@ class Packing:
 
 
 def _neighbours(lying: Sequence[Document], most: int) -> list[list[Document]]:
-    """Documents in order, those of a row together as long as they have `most` places or fewer."""
+    """Documents in order; those of a row are grouped while they have `most` places or fewer."""
     found: list[list[Document]] = []
     for one in lying:
         last = found[-1] if found else []

@@ -1,10 +1,11 @@
 """Linear maps with weights of 8 or 4 bits, quantised when a drafter is bound to its target.
 
 Eight bits: one scale per output, symmetric. Four bits: groups along the inputs, each with a scale
-and an offset. The packed numbers and their scales are all that is kept. In bfloat16 torch
-multiplies without unpacking them, where it has such a product for the device (checked on a probe
-when the weight is packed); elsewhere the weight is unpacked for every product, which saves memory
-and costs time. They are buffers that no checkpoint holds: the target's weights give them again.
+and an offset. Only the packed numbers and their scales are kept. In bfloat16, torch multiplies
+without unpacking them if it has such a product for the device (checked on a probe when the weight
+is packed). Otherwise the weight is unpacked for every product, which saves memory and costs time.
+The packed numbers are buffers that no checkpoint holds, because the target's weights give them
+again.
 
 On a CPU with AVX-512 one row times [4096, 4096] in bfloat16 takes 3.0 ms plain, 1.3 ms with 8 bits
 and 0.9 ms with 4; 12 rows take 7.0, 10.2 and 8.8 ms. In float32 and float16 torch's packed products
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 PROBE_ROWS, PROBE_TOLERANCE = 3, 2e-2
 FAST_DTYPES = (torch.bfloat16,)
 SMALLEST = torch.finfo(torch.float16).tiny
-"""Least scale."""
+"""Smallest scale."""
 
 
 class PackedLinear(nn.Module):
@@ -51,11 +52,12 @@ class PackedLinear(nn.Module):
         raise NotImplementedError
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        """[M, I] -> [M, O] with the packed weight, or an error where torch has no such product."""
+        """[M, I] -> [M, O] with the packed weight, or an error if torch has no such product."""
         raise NotImplementedError
 
     def _works(self, like: Tensor) -> bool:
-        """Whether `_multiply` pays in this dtype, runs here, and agrees with the unpacked."""
+        """Whether `_multiply` pays off in this dtype, runs here, and agrees with the unpacked
+        one."""
         if like.dtype not in FAST_DTYPES:
             return False
         generator = torch.Generator().manual_seed(0)
@@ -91,7 +93,7 @@ class Int8Linear(PackedLinear):
 
 
 class Int4Linear(PackedLinear):
-    """codes: 4 bits per weight, two in a byte [O, I / 2] or as torch's own product wants them;
+    """codes: 4 bits per weight, two in a byte [O, I / 2] or in the order of torch's own product;
     scales [G, O, 2]: scale s and offset z of each group. weight = (code - 8) * s + z, code from 0
     to 15."""
 
@@ -116,7 +118,7 @@ class Int4Linear(PackedLinear):
             self._packed = packed
             self.fast = self._works(weight)
             if self.fast:
-                self.codes = packed  # the kernel's order takes the place of ours
+                self.codes = packed  # the kernel's order replaces ours
             del self._packed
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
@@ -127,7 +129,7 @@ class Int4Linear(PackedLinear):
         return (values * scale.T[..., None] + offset.T[..., None]).flatten(1)
 
     def _for_kernel(self, codes: Tensor) -> Tensor | None:
-        """codes [O, I] uint8 in the order of the device's product, None where it has none."""
+        """codes [O, I] uint8 in the order of the device's product, None if it has none."""
         try:
             if codes.device.type == "cpu":
                 return torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 2)

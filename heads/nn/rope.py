@@ -1,7 +1,7 @@
-"""Rotary position embedding in the Llama layout: a head's halves turn against each other.
+"""Rotary position embedding in the Llama layout, which rotates the two halves of a head.
 
 Angles are computed in float32 whatever the model's dtype, as Hugging Face does, so that copied
-layers see the same rotations.
+layers get the same rotations.
 
 Legend: B rows, T positions, D head size, S slots.
 """
@@ -50,7 +50,7 @@ class Rope:
 
     def table(self, slots: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Rotations of positions from 0 on as one tensor [S, 2, D] for `look_up`; S is `slots`,
-        rounded up to a power of two. All are kept: steps that were captured read theirs."""
+        rounded up to a power of two. All tables are kept, because captured steps read theirs."""
         key = 1 << max(0, slots - 1).bit_length(), device, dtype
         if key not in self._tables:
             self._tables[key] = self._angles(torch.arange(key[0], device=device)).to(dtype)

@@ -1,5 +1,5 @@
-"""A reduced draft vocabulary (FR-Spec, 2502.14856): the most frequent tokens, and maps between
-both numberings.
+"""A reduced draft vocabulary (FR-Spec, 2502.14856): the most frequent tokens, and the maps between
+draft ids and target ids.
 
 The maps are stored as vLLM and SGLang read them for EAGLE-3: `d2t[i]` is the OFFSET
 target id minus draft id, `t2d[j]` says whether target token j is in the draft vocabulary; draft ids

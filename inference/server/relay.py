@@ -1,9 +1,9 @@
-"""A relay before an engine that serves an exported drafter: it passes requests and answers on, and
-samples answers for a learner, as a server of our own does.
+"""A relay in front of an engine that serves an exported drafter: it passes requests and answers
+through, and samples answers for a learner, as `headstart serve` does.
 
 Requests for a completion also ask for token ids (`return_token_ids` of vLLM's API), so that no text
-is tokenised again; their answers carry these ids to the client. Everything else passes unchanged,
-the engine's errors included. An answer that the relay cannot read is passed on and not sampled.
+is tokenised again; their answers contain these ids. Everything else passes unchanged, including the
+engine's errors. An answer that the relay cannot read is passed through and not sampled.
 """
 
 from __future__ import annotations

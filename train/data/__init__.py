@@ -1,2 +1,2 @@
-"""From any dataset to packed rows: sources, answers on disk, loss masks, packing, the step
-loader."""
+"""Training data, from any dataset to packed rows: sources, answers on disk, loss masks, packing,
+the step loader."""

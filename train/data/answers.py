@@ -1,10 +1,11 @@
 """Answers on disk while they are being generated: small part files that survive a kill, merged into
 shards at the end.
 
-Every input row ends up in exactly one part file, as done, failed or skipped, so what is left to do
-after an interruption is what no part holds. Parts are written completely or not at all (temporary
-file, then rename) and carry the first row's index in their name, so that any number of processes
-can write side by side. Merging sorts by index: the shards do not depend on who wrote what when.
+Every input row ends up in exactly one part file, as done, failed or skipped. So after an
+interruption, the rows that no part holds remain to be done. Parts are written completely or not at
+all (temporary file, then rename) and have the first row's index in their name, so that any number
+of processes can write at the same time. Merging sorts by index, so the shards do not depend on
+which process wrote which part, or when.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from train.memory import give_back_freed_memory
 
 
 class AnswerRow(TypedDict):
-    """A row of `SHARD_SCHEMA`. weights, anchors: per token, where feedback gave them."""
+    """A row of `SHARD_SCHEMA`. weights, anchors: per token, if feedback has set them."""
 
     id: str
     index: int
@@ -75,7 +76,7 @@ PART_SCHEMA = pa.schema([*SHARD_SCHEMA, *pa.schema(_MORE)])
 DONE, FAILED, SKIPPED = STATUSES = ("done", "failed", "skipped")
 PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
 USES, RESERVED = ("validation", "bench"), "{}.jsonl"
-"""What prompts are held out of the data for, and their files in `INPUT`."""
+"""The uses of held-out prompts, and their files in `INPUT`."""
 FAILURES, SETTINGS = "failures.jsonl", "generate.json"
 
 
@@ -109,14 +110,14 @@ class AnswersManifest(TypedDict):
 
 
 def read_answers(folder: Path) -> AnswersManifest:
-    """The manifest of a folder of answers; raises `UserError` where there is none."""
+    """The manifest of a folder of answers; raises `UserError` if there is none."""
     return read_manifest_as(AnswersManifest, folder, "generate")
 
 
 def held_out_prompts(folder: Path, use: str) -> Path | None:
     """The file of prompts that the generation of these answers held out, for `use` (validation or
-    bench); None where there are no answers or nothing was held out. Raises `UserError` for a file
-    that is not what was written."""
+    bench); None if there are no answers or nothing was held out. Raises `UserError` for a file that
+    was changed since."""
     if not (folder / MANIFEST_FILE).is_file():
         return None
     entry = read_answers(folder).get("held_out", {}).get(use)
@@ -124,8 +125,8 @@ def held_out_prompts(folder: Path, use: str) -> Path | None:
 
 
 def copy_held_out(sources: Sequence[Path], out: Path) -> dict[str, dict[str, FileEntry]]:
-    """Copy the prompts that were held out of the first of some folders of answers to `out`, whose
-    answers are made of theirs; the manifest's entry, empty for none."""
+    """Copy the prompts that were held out of the first of several folders of answers to `out`,
+    whose answers come from these folders; returns the manifest's entry, empty for none."""
     found = {}
     for use in USES:
         files = (held_out_prompts(folder, use) for folder in sources)
@@ -139,7 +140,7 @@ def copy_held_out(sources: Sequence[Path], out: Path) -> dict[str, dict[str, Fil
 
 
 Watch = Callable[[str, int], None]
-"""Called with the name of a phase and how many rows it has done."""
+"""Called with the name of a phase and the number of rows it has done."""
 
 
 def ignore(phase: str, rows: int) -> None:
@@ -148,9 +149,9 @@ def ignore(phase: str, rows: int) -> None:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """One row's answer, or why there is none. tokens: prompt and answer; spans: [start, end) of
-    what is supervised; parts: where the second and later documents begin; reason: if not done; cut:
-    tokens that a truncation policy took away."""
+    """One row's answer, or why there is none. tokens: prompt and answer; spans: [start, end) of the
+    supervised tokens; parts: where the second and later documents begin; reason: if not done; cut:
+    tokens that a truncation policy removed."""
 
     id: str
     index: int
@@ -202,7 +203,8 @@ class PartWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; signals are held, so an interruption finds a row waiting or written."""
+        """Write waiting answers; signals are held, so that every row is either waiting or
+        written."""
         self._last = time.monotonic()
         if not self._waiting:
             return
@@ -245,7 +247,8 @@ def remove_parts(out: Path) -> None:
 
 
 def clear_output(out: Path) -> None:
-    """Remove all that generation writes but the input; the manifest first, in case of a kill."""
+    """Remove everything that generation writes except the input; the manifest first, in case of a
+    kill."""
     for name in (MANIFEST_FILE, SETTINGS, FAILURES):
         (out / name).unlink(missing_ok=True)
     for name in (PARTS, SHARDS, PACKED):
@@ -257,7 +260,8 @@ Ranges = list[tuple[Path, int, int]]
 
 
 def _survey(out: Path, total: int) -> tuple[Ranges, NDArray[np.uint8], dict[str, int]]:
-    """The parts' ranges, each row's status [total] (1 + place in STATUSES), what was truncated."""
+    """The parts' ranges, each row's status [total] (1 + place in STATUSES), and what was
+    truncated."""
     status = np.zeros(total, dtype=np.uint8)
     ranges: Ranges = []
     rows, truncated = 0, {"rows": 0, "tokens": 0}
@@ -310,14 +314,15 @@ def _write_shards(
         write_bytes(out / name, parquet_bytes(table))
         entries.append(file_entry(out, name, rows=len(table)))
         del table, chunk
-        # a shard is put together from many parts, whose room Arrow would keep
+        # a shard is assembled from many parts, whose memory Arrow would keep
         give_back_freed_memory()
         watch("merge", min(len(done), (number + 1) * shard_rows))
     return entries, tokens
 
 
 def _write_failures(out: Path, ranges: Ranges, rest: NDArray[np.int64], size: int) -> Counter[str]:
-    """Write failures.jsonl, a line per row that has no answer; how often each reason occurs."""
+    """Write failures.jsonl, a line per row without an answer; returns how often each reason
+    occurs."""
     reasons: Counter[str] = Counter()
     partial = out / (FAILURES + ".partial")
     with partial.open("w", encoding="utf-8") as file:
@@ -355,7 +360,7 @@ def parquet_bytes(table: pa.Table) -> bytes:
 
 @contextmanager
 def _hold_signals() -> Iterator[None]:
-    """Let the system keep SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
+    """Block SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:

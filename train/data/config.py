@@ -1,5 +1,5 @@
-"""Which datasets, how their columns are read, and what is done with their rows before the target
-answers them."""
+"""Settings of the datasets: which ones, how their columns are read, and how their rows are prepared
+before the target answers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What of a conversation is rendered, answered and supervised, and how long ones are cut."""
+"""The parts of a conversation that are rendered, answered and supervised, and how long ones are
+cut."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 OPENED_BY_THE_PROMPT = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 CUT_ATTEMPTS = 12
 LONGEST_BEGINNING = 600
-"""Characters of a plain text that the target is given to continue, at most."""
+"""Most characters of a plain text that the target gets to continue."""
 
 
 def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
     """The conversation with <think>...</think> of the assistant's turns kept or dropped by
-    `policy`; raises `BadRowError` when a turn has nothing but reasoning that is to be dropped."""
+    `policy`; raises `BadRowError` if a turn has only reasoning that is to be dropped."""
     said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     dropped = {"keep": [], "drop": said, "last": said[:-1]}[policy]
     changed = list(messages)
@@ -33,14 +34,15 @@ def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
 
 
 def without_thinking(text: str) -> str:
-    """A turn's text without its reasoning, also where the template's prompt has opened it."""
+    """A turn's text without its reasoning, also if the template's prompt has opened the
+    reasoning."""
     return OPENED_BY_THE_PROMPT.sub("", THINKING.sub("", text), count=1)
 
 
 def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
-    """How many messages come before each answer; raises `BadRowError` without a user message. Of
-    all turns, those in which the assistant calls tools stay: what the tools returned belongs to
-    them."""
+    """How many messages come before each answer; raises `BadRowError` without a user message. If
+    all turns are answered, those in which the assistant calls tools stay, because the tools'
+    results belong to them."""
     if all(message["role"] != "user" for message in messages):
         raise BadRowError("the conversation has no user message")
     asked = [place for place, message in enumerate(messages) if message["role"] in ("user", "tool")]
@@ -58,7 +60,7 @@ def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
 
 def beginning_of(text: str) -> str:
     """The part of a plain text that the target continues: half of it, at most `LONGEST_BEGINNING`
-    characters, up to the end of a word where there is one."""
+    characters, up to the end of a word if there is one."""
     end = max(1, min(len(text) // 2, LONGEST_BEGINNING))
     cut = max(text.rfind(" ", 0, end + 1), text.rfind("\n", 0, end + 1))
     return text[: cut if cut > 0 and text[:cut].strip() else end]
@@ -108,7 +110,7 @@ def fit_document(
     kept = [*tokens[:begin], *tokens[end:]]
     moved = []
     for start, stop in spans:
-        # What lies before the gap stays, what lies behind it moves; the gap itself goes.
+        # Spans before the gap stay, spans after it move, and the gap itself is removed.
         low = min(start, begin) if start < end else start - excess
         high = min(stop, begin) if stop < end else stop - excess
         if low < high:
@@ -128,7 +130,7 @@ def _without_oldest(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _cut_text(text: str, excess: int, policy: str, tokenizer: Any) -> str:
-    """The text without about `excess` tokens; raises `BadRowError` when nothing would be left."""
+    """The text without about `excess` tokens; raises `BadRowError` if nothing would be left."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     left = len(ids) - excess
     if left < 1:

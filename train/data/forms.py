@@ -1,5 +1,5 @@
-"""What the columns of a dataset mean: conversations, prompts with or without answers, token ids
-and plain text, told by the columns' names and by what the first usable row holds."""
+"""The meaning of a dataset's columns: conversations, prompts with or without answers, token ids and
+plain text, recognised by the columns' names and by the content of the first usable row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS: dict[str, tuple[Kind, ...]] = {
     **dict.fromkeys(("instruction", "question"), ("prompt",)),
     "text": ("text",),
 }
-"""Columns with the content, in the order in which they are looked for, and what they may hold."""
+"""Columns with the content, in the order in which they are searched, and what they may hold."""
 ANSWERS = {
     "prompt": ("completion", "response"),
     "instruction": ("output", "response"),
@@ -30,10 +30,10 @@ ANSWERS = {
 }
 """Columns with the answer to a prompt, by the prompt's column."""
 CONTEXTS = {"instruction": ("input", "context")}
-"""Columns with what a prompt is about; it is put after it with an empty line between."""
+"""Columns with a prompt's input; it is appended to the prompt after an empty line."""
 SYSTEMS = ("system", "system_prompt")
 MASKS = ("loss_mask", "assistant_masks", "completion_mask", "labels")
-"""Columns that tell the answers' tokens: 1 at each, or the token itself in `labels`."""
+"""Columns that mark the answers' tokens: 1 at each, or the token itself in `labels`."""
 IGNORED_LABEL = -100
 DOMAIN = "domain"
 NAMES = {"prompt": "prompts", "instruction": "instructions (Alpaca)", "question": "questions"}
@@ -69,7 +69,7 @@ class Form:
         return [name for name in (self.column, *own, self.domain, self.identity) if name]
 
     def describe(self, columns: Sequence[str]) -> str:
-        """Words for what was understood of a dataset with these columns."""
+        """A description of the form found in a dataset with these columns."""
         beside = [name for name in (self.context, self.answer, self.system) if name]
         text = f"{self.name} ({listed('column', [self.column, *beside])})"
         if self.kind == "tokens":
@@ -103,7 +103,7 @@ class Form:
             messages = check_messages([{"role": "user", "content": said}, *self._answer(row)])
         messages = [*self._system(row, messages), *messages]
         tools = read_tools(row.get(self.tools)) if self.tools else None
-        # Without tools the id is that of versions that did not know them.
+        # Without tools, the id is the same as in versions that did not support them.
         return {"messages": tuple(messages), **({"tools": tools} if tools else {})}
 
     def _answer(self, row: RawRow) -> list[Any]:
@@ -126,7 +126,7 @@ def find_form(
     config: SourceConfig, columns: Sequence[str], rows: Iterable[RawRow | BadRowError]
 ) -> Form:
     """The form of a dataset with these columns. rows: some of its first ones. Raises `UserError`
-    for columns that do not exist, or hold nothing that is understood."""
+    for columns that do not exist, or whose content is not recognised."""
     if not columns:
         raise UserError(
             f"dataset '{config.path}': none of its first rows could be read as one. Each line must "
@@ -165,7 +165,7 @@ def find_form(
 
 
 def find_column(config: SourceConfig, columns: Sequence[str]) -> str:
-    """The column with the content; raises `UserError` where no name is known."""
+    """The column with the content; raises `UserError` if no name is known."""
     known = [name for name, kinds in COLUMNS.items() if config.kind in ("auto", kinds[0])]
     for name in known:
         if name in columns:
@@ -179,8 +179,8 @@ def find_column(config: SourceConfig, columns: Sequence[str]) -> str:
 def find_kind(
     config: SourceConfig, column: str, rows: Iterable[RawRow | BadRowError]
 ) -> tuple[Kind, Any]:
-    """What the column holds, as configured or as the first row with text, ids or messages says, and
-    what that row has there."""
+    """What the column holds, from the configuration or from the first row with text, ids or
+    messages, and that row's value."""
     sample = None
     for row in rows:
         value = None if isinstance(row, BadRowError) else row.get(column)
@@ -189,7 +189,7 @@ def find_kind(
             if value is not None:
                 break
         elif isinstance(value, str):
-            # A column that was named is a prompt, whatever its name.
+            # A configured column is a prompt, whatever its name.
             return "text" if COLUMNS.get(column) == (
                 "text",
             ) and not config.column else "prompt", value
@@ -227,7 +227,7 @@ def listed(what: str, names: Sequence[str]) -> str:
 
 
 def listed_messages(messages: Any) -> Any:
-    """A list of messages as it is; what is none is left for `check_messages` to judge."""
+    """A list of messages as it is; anything else is left for `check_messages` to check."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         check_messages(messages)
     return messages
@@ -235,7 +235,7 @@ def listed_messages(messages: Any) -> Any:
 
 def from_sharegpt(messages: Any) -> Any:
     """ShareGPT {from, value} entries, also as a mapping of lists (older sequences of `datasets`),
-    as {role, content}; anything else unchanged, for `check_messages` to judge."""
+    as {role, content}; anything else unchanged, for `check_messages` to check."""
     if isinstance(messages, Mapping) and messages:
         columns = list(messages.values())
         if all(isinstance(column, list) for column in columns):
@@ -257,7 +257,7 @@ def _from_sharegpt(message: Any) -> Any:
 
 
 def read_text(value: Any, what: str) -> str:
-    """A text that is not empty; or `BadRowError`."""
+    """A text that is not empty; raises `BadRowError` otherwise."""
     if not isinstance(value, str):
         raise BadRowError(f"{what} is {type(value).__name__}, not text")
     if not check_unicode(value, what).strip():
@@ -266,7 +266,7 @@ def read_text(value: Any, what: str) -> str:
 
 
 def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
-    """Descriptions of tools, given as a list or its JSON, None for none; or `BadRowError`."""
+    """Descriptions of tools, given as a list or its JSON, None for none; raises `BadRowError`."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

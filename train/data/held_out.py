@@ -1,7 +1,7 @@
 """Keeps held-out prompts, of benchmarks and of tau's measurements, out of the training data.
 
-A row repeats a held-out prompt when one of its messages contains a run of 50 letters and digits of
-it (case, signs and spaces do not count; about eight words), or is the whole of it. Runs that many
+A row repeats a held-out prompt if one of its messages contains a run of 50 letters and digits of it
+(case, signs and spaces do not count; about eight words), or equals all of it. Runs that many
 held-out prompts share are their template, not their content, and do not count.
 """
 
@@ -49,12 +49,12 @@ class Repeat:
 
 
 class HeldOutIndex:
-    """Held-out prompts, ready to be looked for. In memory: some twenty bytes per letter of them."""
+    """An index of held-out prompts. It takes about twenty bytes of memory per letter of them."""
 
     def __init__(
         self, prompts: Iterable[tuple[str, str, Sequence[str]]], exact: bool = False
     ) -> None:
-        """prompts: (source, id, texts). exact: only whole prompts count."""
+        """prompts: (source, id, texts). exact: whether only whole prompts count."""
         self.exact = exact
         self.names: list[tuple[str, str]] = []
         self._whole: dict[int, int] = {}
@@ -62,7 +62,7 @@ class HeldOutIndex:
         for number, (source, name, texts) in enumerate(prompts):
             self.names.append((source, name))
             for content in map(normalise, texts):
-                # A short message of several, such as "yes", is nothing of its own.
+                # A short message of several, such as "yes", is not specific to its prompt.
                 if len(content) >= (WIDTH if len(texts) > 1 else 1):
                     self._whole.setdefault(whole(content), number)
                 hashes.append(np.unique(shingles(content, WIDTH)))
@@ -74,12 +74,12 @@ class HeldOutIndex:
         return len(self.names)
 
     def digest(self) -> str:
-        """Hash of everything that decides what is found."""
+        """Hash of everything on which the findings depend."""
         content = [self.exact, sorted(self._whole), self._hashes.tolist()]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def find(self, texts: Iterable[str]) -> Repeat | None:
-        """The first held-out prompt that one of a row's texts repeats."""
+        """The first held-out prompt that a row's texts repeat."""
         for content in map(normalise, texts):
             number = self._whole.get(whole(content))
             if number is not None:
@@ -97,8 +97,8 @@ class HeldOutIndex:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts in a prompt file or folder, or in a file of any other form that `data` reads,
-    whose rows without a prompt are left out. Raises `UserError` where there are none."""
+    """The prompts in a prompt file or folder, or in a file of any other form that `data` reads;
+    rows without a prompt are left out. Raises `UserError` if there are none."""
     file = Path(path).expanduser()
     if not file.is_file() or is_prompt_file(file):
         return load_prompts(path)
@@ -129,7 +129,7 @@ def is_prompt_file(file: Path) -> bool:
 
 
 def load_any_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str] = ()) -> Loaded:
-    """The prompts of a measurement, from all that `load_bench_prompts` and `read_prompts` know."""
+    """The prompts of a measurement, from any source of `load_bench_prompts` or `read_prompts`."""
     file = Path(source).expanduser()
     known = file.suffix in (".jsonl", *tables.BUILDERS)
     if not dataset.reads_table and known and file.is_file() and not is_prompt_file(file):
@@ -156,14 +156,14 @@ def texts_of(prompt: Prompt) -> list[str]:
 
 
 class Findings(TypedDict):
-    """Repeats as `input/state.json` and the report hold them: counts by source, and examples."""
+    """Repeats, as in `input/state.json` and the report: counts by source, and examples."""
 
     counts: dict[str, int]
     examples: list[dict[str, str]]
 
 
 def add_finding(findings: Findings, row: str, repeat: Repeat) -> None:
-    """Count a repeat; keep it as an example while there are few."""
+    """Count a repeat, and keep it as an example while there are few."""
     findings["counts"][repeat.source] = findings["counts"].get(repeat.source, 0) + 1
     if len(findings["examples"]) < EXAMPLES:
         findings["examples"].append({"row": row, **vars(repeat)})

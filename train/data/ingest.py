@@ -1,12 +1,12 @@
-"""Reads all sources once and leaves their rows on disk, judged and in order, for any process.
+"""Reads all sources once and stores their rows on disk, judged and in order, for any process.
 
-    input/rows-00000.parquet ...   `BLOCK` rows each, while answers are being made
-    input/keys/, *.bin             what judging the rows needs, until it is done
+    input/rows-00000.parquet ...   `BLOCK` rows each, while answers are being generated
+    input/keys/, *.bin             data for judging the rows, until that is done
     input/state.json               where an interrupted reading continues: after a whole block
     input/verdict.bin              uint8 per row: kept, or why not (`duplicates.REASONS`)
-    input/validation.jsonl         prompts that were held out of these rows, as bench.jsonl; they
-                                   stay
-    input/input.json               what was read and left out; stays when the rows are removed
+    input/validation.jsonl         prompts that were held out of these rows, as is bench.jsonl; both
+                                   are kept
+    input/input.json               what was read and left out; kept when the rows are removed
 
 Memory: one block, one partition of keys, one byte per row (nine while prompts are held out). The
 fingerprint covers id, domain and content of every row, in order.
@@ -55,7 +55,7 @@ SCHEMA = pa.schema([(name, pa.string()) for name in ("id", "domain", "reason", "
 
 @dataclass(frozen=True)
 class Input:
-    """What was read: number of rows, fingerprint of all, hash of those that were left out ("" for
+    """The input that was read: number of rows, fingerprint of all, hash of those left out ("" for
     none), and a report for manifests."""
 
     total: int
@@ -67,7 +67,7 @@ class Input:
 
 @dataclass
 class InputBlock:
-    """What one block leaves: rows of the table, keys and signatures of the usable ones."""
+    """The result of one block: rows of the table, keys and signatures of the usable ones."""
 
     table: list[dict[str, str]] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -88,10 +88,10 @@ def ingest(
     answered: bool = False,
     fits: Fits = lambda prompt: True,
 ) -> Input:
-    """Read all rows into `folder`, or continue, or find them there. decode: text of token ids;
-    progress: called with the rows read; answered: the rows themselves are not needed any more;
-    fits: whether the target can answer a prompt that may be held out. Raises `UserError` for
-    sources that cannot be read."""
+    """Read all rows into `folder`, continue an earlier reading, or use a complete one. decode: text
+    of token ids; progress: called with the rows read; answered: the rows themselves are no longer
+    needed; fits: whether the target can answer a prompt that may be held out. Raises `UserError`
+    for sources that cannot be read."""
     identity = identity_of(data, held_out)
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
@@ -119,7 +119,8 @@ class Reader:
         self.reserves = is_reserving(self.data)
 
     def read(self, state: dict[str, Any], progress: Callable[[int], None]) -> Mixture:
-        """Read from where `state` (input/state.json) stands to the end, keeping it up to date."""
+        """Read from the position in `state` (input/state.json) to the end, and keep it up to
+        date."""
         self.keys.forget_from(state["rows"])
         _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
         _cut(self.folder / HELD, state["held_out"] * 8)
@@ -178,7 +179,7 @@ class Reader:
             if self.data.deduplicate != "none":
                 text = "\n".join(texts)
                 letters = normalise(text)
-                # A text of signs alone has no letters to compare.
+                # A text without letters and digits has nothing to compare.
                 made.texts.append(whole(letters if len(letters) else _utf8(text)))
                 if self.data.deduplicate == "near":
                     made.signatures.append(signature(letters))
@@ -207,7 +208,7 @@ class Reader:
             _append(self.folder / SIGNATURES, table)
 
     def finish(self, mixture: Mixture, state: dict[str, Any], fits: Fits) -> Input:
-        """Judge the rows, hold prompts out, write the summary, remove what is not needed."""
+        """Judge the rows, hold prompts out, write the summary, and remove unneeded files."""
         data, folder, total = self.data, self.folder, state["rows"]
         signatures = folder / SIGNATURES
         near = signatures if data.deduplicate == "near" and signatures.is_file() else None
@@ -286,7 +287,7 @@ def read_rows(
 
 
 def require_own_input(folder: Path) -> None:
-    """Raise `UserError` where `folder` holds what reading never writes, and would remove."""
+    """Raise `UserError` if `folder` holds files that reading never writes but would remove."""
     ours = {KEYS, STATE, VERDICT, SUMMARY, SIGNATURES, HELD, CONVERSATIONS}
     ours |= {RESERVED.format(use) for use in USES}
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -298,7 +299,7 @@ def require_own_input(folder: Path) -> None:
 
 
 def remove_rows(folder: Path) -> None:
-    """Remove the rows once they are answered; the summary stays."""
+    """Remove the rows once they are answered; the summary is kept."""
     for path in [*folder.glob("rows-*.parquet"), folder / VERDICT]:
         path.unlink(missing_ok=True)
 
@@ -331,12 +332,13 @@ def is_input_of(folder: Path, data: DataConfig, held_out: HeldOutIndex | None) -
 
 
 def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
-    """Hash of what decides the rows: sources, their files' sizes and times, what is left out."""
+    """Hash of all that decides the rows: sources, their files' sizes and times, what is left
+    out."""
     names = ("deduplicate", "near_share", "decontaminate", "seed", "limit")
     content: list[Any] = [getattr(data, name) for name in names]
     for source in data.sources:
         own = {name: getattr(source, name) for name in _SOURCE_FIELDS if name != "share"}
-        if source.share != (0, 1):  # folders of before there were shares stay what they are
+        if source.share != (0, 1):  # folders from before shares existed keep their hash
             own["share"] = source.share
         files = local_files(source.path)
         paths = sorted(files.rglob("*")) if isinstance(files, Path) else files or []
@@ -344,7 +346,7 @@ def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
         content += [own, [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]]
     if held_out is not None:
         content.append(held_out.digest())
-    if is_reserving(data):  # folders of before prompts were held out stay what they are
+    if is_reserving(data):  # folders from before prompts were held out keep their hash
         known = [file_sha256(Path(path)) for path in data.reserve.prompts if Path(path).is_file()]
         content += [asdict(data.reserve), known, data.turn, data.reasoning]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

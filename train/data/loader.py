@@ -1,8 +1,9 @@
-"""Which rows each optimiser step reads: a pure function of its index, for any number of processes.
+"""The rows that each optimiser step reads: a pure function of its index, for any number of
+processes.
 
 Rows form one endless stream: epoch 0 in its own random order, then epoch 1 in another, and so on.
 Step k reads rows k * global_batch ... (k + 1) * global_batch - 1 of it, so an epoch's incomplete
-last step is filled from the next epoch and no row is lost. Resuming is remembering the index.
+last step is filled from the next epoch and no row is lost. Resuming needs only the index.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class PackedBatch:
     the target's features.
 
     tokens [b, T] int64; positions [b, T] int64; segments [b, T] int32 (0 on padding); loss_mask [b,
-    T] bool; seeds [b] int64: of what a loss draws at random for each row (`TrainBatch.seeds`);
+    T] bool; seeds [b] int64: of the random numbers of a loss for each row (`TrainBatch.seeds`);
     weights and anchors [b, T] float32 or None (`TrainBatch.weights`).
     """
 
@@ -75,7 +76,7 @@ def require_dealt(global_batch: int, micro_batch: int, processes: int) -> None:
 class StepLoader:
     """Deals the rows of every global step to processes and micro-batches. global_batch: rows per
     step of all processes, a multiple of micro_batch (rows per forward pass) x world_size, else
-    `UserError`. `wait_seconds` adds up what `iterate` had to wait for."""
+    `UserError`. `wait_seconds` is the total time that `iterate` has waited."""
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class StepLoader:
         return -(-len(self.data) // self.global_batch)
 
     def step(self, index: int) -> list[PackedBatch]:
-        """This process's micro-batches of global step `index` (from 0); the rows' seeds follow from
-        the step and the place in it alone."""
+        """This process's micro-batches of global step `index` (from 0); the rows' seeds follow only
+        from the step and the place in it."""
         sequence = np.random.SeedSequence([self.seed, index])
         seeds = sequence.generate_state(self.global_batch).astype(np.int64)
         shape = (-1, self.world_size, self.micro_batch)
@@ -135,7 +136,7 @@ class StepLoader:
                 yield index, batches
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation of rows; two are kept, since a step may reach over an end."""
+        """The epoch's permutation of rows; two are kept, since a step may span two epochs."""
         order = self._orders.get(epoch)
         if order is None:
             order = stable_permutation(len(self.data), self.seed, epoch)

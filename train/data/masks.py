@@ -1,7 +1,7 @@
-"""From answer spans to loss masks, and a report that lets a person look at them.
+"""From answer spans to loss masks, and a report that shows them.
 
 The mask is True where the token AT a position belongs to an answer; a drafter's loss looks ahead
-from the position before.
+from the position before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHOWN_TOKENS = 240
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What a loss mask covers: supervised / all tokens, and rich markup of one document."""
+    """The coverage of loss masks: supervised / all tokens, and rich markup of one document."""
 
     documents: int
     tokens: int
@@ -58,7 +58,7 @@ def mask_of(spans: Iterable[Span], length: int) -> NDArray[np.bool_]:
 
 def mask_report(documents: Sequence[tuple[Tokens, Sequence[Span]]], tokenizer: Any) -> MaskReport:
     """Measure and show the masks of (tokens, spans) documents, with the first that has an answer as
-    a sample; raises `UserError` when nothing is supervised."""
+    a sample; raises `UserError` if nothing is supervised."""
     masks = [mask_of(spans, len(tokens)) for tokens, spans in documents]
     tokens = sum(len(mask) for mask in masks)
     supervised = int(sum(mask.sum() for mask in masks))

@@ -1,8 +1,8 @@
 """Packs documents of token ids into rows of one length, best fit first, so that little is padding.
 
-Documents stay flat on disk next to their answers (`packed_file.py`), or in memory when they come
-from there; a row is put together when it is asked for. Everything is deterministic: the same shards
-and sequence length give the same rows.
+Documents stay flat on disk next to their answers (`packed_file.py`), or in memory if they come from
+there; a row is assembled when it is read. Everything is deterministic: the same shards and sequence
+length give the same rows.
 
 Legend: R rows, T positions (sequence_length), D documents.
 """
@@ -48,18 +48,18 @@ PARITY_TOKENS = 48
 
 @dataclass
 class PackReport(packed_file.Counts):
-    """What packing did to rows of T positions."""
+    """The result of packing into rows of T positions."""
 
     sequence_length: int = 0
 
     @property
     def padding_share(self) -> float:
-        """Of all R * T positions."""
+        """Share of all R * T positions."""
         return 1 - self.tokens / (self.rows * self.sequence_length)
 
     @property
     def supervised_share(self) -> float:
-        """Of all tokens that are not padding."""
+        """Share of all tokens that are not padding."""
         return self.supervised / self.tokens
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class PackedData:
     _temporary: tempfile.TemporaryDirectory[str] | None = None
 
     domains: tuple[str, ...] = ()
-    """Those of its documents, in order of their names; empty: all that the answers have."""
+    """The domains of its documents, sorted by name; empty: all that the answers have."""
 
     def __init__(
         self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()
@@ -110,7 +110,7 @@ class PackedData:
         domains: Sequence[str] = (),
     ) -> PackedData:
         """Pack the answers in `directory`, of some domains (empty: all); rows are kept next to them
-        in `packed/` (or in a temporary folder). Raises `UserError` when the stage is unfinished, a
+        in `packed/` (or in a temporary folder). Raises `UserError` if the stage is unfinished, a
         shard was changed, the vocabulary is not that of `info`, there are no answers of a domain,
         or nothing is supervised."""
         _check_length(sequence_length)
@@ -339,7 +339,7 @@ def token_counts(data: PackedData, vocab_size: int) -> Tensor:
 
 
 def parity_documents(data: PackedData, least: int) -> Iterator[list[int]]:
-    """Documents of at least `least` tokens, cut to a length at which the check is quick."""
+    """Documents of at least `least` tokens, cut to a length for which the check is quick."""
     for index in range(len(data)):
         row = data.row(index)
         for segment in range(1, int(row.segments.max()) + 1):

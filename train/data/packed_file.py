@@ -8,9 +8,9 @@
     weights.bin, anchors.bin   float32 per token, only where the answers have them (train/feedback)
     packed.json     what was packed, the report, and size and SHA-256 of each file; written last
 
-Rows are read with positional reads: what the kernel caches is not counted as this process's memory,
+Rows are read with positional reads, so the kernel's cache does not count as this process's memory,
 which holds 24 bytes per row and 4 per document. Documents are packed in windows, so packing holds
-no more than one window's tokens.
+at most one window's tokens.
 
 Legend: R rows, T positions (sequence_length).
 """
@@ -48,7 +48,7 @@ PARTS = {
 }
 INDEXES = ("lengths", "starts", "documents", "supervised")
 EXTRAS = {"weights": np.float32, "anchors": np.float32}
-"""What a token may carry besides: see `heads.api.batch.TrainBatch`."""
+"""Further values per token: see `heads.api.batch.TrainBatch`."""
 HEADER = "packed.json"
 FORMAT = 1
 
@@ -56,11 +56,11 @@ Weights = Mapping[str, NDArray[np.float32]]
 """Some of `EXTRAS` for the tokens of one document."""
 Document = tuple[Tokens, Sequence[Span]] | tuple[Tokens, Sequence[Span], Weights]
 Packed = tuple["Counts", Mapping[str, NDArray[Any]], Mapping[str, "FlatFile"]]
-"""What packing met; the small files, in memory; the files that have an entry per token."""
+"""Counts of packing; the small files, in memory; the files with an entry per token."""
 
 
 class PackKey(TypedDict):
-    """What decides the packed rows. answers: of the manifest; windows: documents, tokens."""
+    """All that decides the packed rows. answers: of the manifest; windows: documents, tokens."""
 
     answers: str
     sequence_length: int
@@ -72,7 +72,7 @@ class PackKey(TypedDict):
 
 @dataclass
 class Counts:
-    """Documents kept, cut to the sequence length, dropped for having no answer; their tokens."""
+    """Documents kept, cut to the sequence length, or dropped without an answer; their tokens."""
 
     documents: int = 0
     truncated: int = 0
@@ -103,7 +103,7 @@ class Packer:
         self._put("documents", [0])
 
     def add_all(self, documents: Iterable[Document]) -> None:
-        """Take every document (with its weights where there are `extras`) and write the rest."""
+        """Take every document (with its weights if there are `extras`) and write the rest."""
         for tokens, spans, *beside in documents:
             self._add(tokens, spans, beside[0] if beside else {})
         self._pack()
@@ -160,7 +160,7 @@ class FlatFile:
         if self._descriptor < 0:
             return np.frombuffer(self._bytes, self._dtype, end - begin, first)
         found = b""
-        # one read gives at most 2 GiB, and fewer bytes on some file systems
+        # one read returns at most 2 GiB, and less on some file systems
         while len(found) < count:
             more = os.pread(self._descriptor, count - len(found), first + len(found))
             if not more:
@@ -186,7 +186,7 @@ def pack_in_memory(
 
 
 def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> None:
-    """Pack documents into `folder`, whole or not at all; of several processes the first wins."""
+    """Pack documents into `folder`, whole or not at all; of several processes, the first wins."""
     extras = key.get("extras", [])
     folder.parent.mkdir(parents=True, exist_ok=True)
     sweep(folder.parent)  # of processes that were killed while they packed
@@ -207,7 +207,7 @@ def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> N
             return
         put(building, folder)
     except OSError:
-        if not is_whole(folder, key):  # another process may just have put its own there
+        if not is_whole(folder, key):  # another process may just have put its rows there
             raise
     finally:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What pyarrow raises for a Parquet file, as a sentence for people."""
+"""pyarrow's errors for a Parquet file, as readable messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARD = "It is a shard of answers: run `headstart generate` again with run.overw
 
 @contextmanager
 def readable(path: Path, advice: str = SHARD) -> Iterator[None]:
-    """Around the reading of `path`: raises `UserError`, with `advice`, where the file is damaged or
+    """Around the reading of `path`: raises `UserError`, with `advice`, if the file is damaged or
     cannot be read."""
     try:
         yield

@@ -1,5 +1,5 @@
-"""Permutations that are a function of their seed alone: the same on every machine, process and
-library version."""
+"""Permutations that depend only on their seed: the same on every machine, in every process and with
+every library version."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def stable_permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int
 
 
 def unit_interval(seed: int, index: int) -> float:
-    """A number in [0, 1) for (seed, index): multiples of the golden ratio. Of any n successive ones
-    an interval of length w holds w n up to a deviation like log n; of random numbers, like the root
-    of n."""
+    """A number in [0, 1) for (seed, index): multiples of the golden ratio. An interval of length w
+    holds w n of any n successive ones, up to a deviation that grows like log n; for random numbers
+    it grows like the root of n."""
     start = _mix_int(seed & MASK)
     return ((start + (index + 1) * GOLDEN) & MASK) / 2**64
 

@@ -1,8 +1,8 @@
 """Holds prompts out of the data itself: some for tau during training, some for measuring.
 
-Whole conversations are chosen, by a hash of what their users say: the same ones whatever the order
-of the rows, and rows of one conversation are never on both sides. Rows that repeat a chosen one,
-exactly or nearly (`train.data.dedup.overlap`), are not trained on either.
+Whole conversations are chosen by a hash of their users' texts. So the same ones are chosen whatever
+the order of the rows, and rows of one conversation are never on both sides. Rows that repeat a
+chosen one, exactly or nearly (`train.data.dedup.overlap`), are not trained on either.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from train.data.tables import BadRowError
 UNUSABLE = (1 << 64) - 1
 """Stands for the conversation of a row that has no prompt."""
 LEAST = {"bench": 2, "validation": 2}
-"""Prompts that a measurement needs: one of them warms up. (Rounds measure on validation prompts.)
-"""
+"""Prompts that a measurement needs: one of them warms up. (Rounds measure on validation
+prompts.)"""
 FEWEST = {"bench": 2, "validation": 1}
-"""The same where half of the conversations are fewer than `LEAST`: tau alone needs no warm-up."""
+"""The same if half of the conversations are fewer than `LEAST`: tau alone needs no warm-up."""
 VERDICTS = {"bench": BENCH, "validation": VALIDATION}
 TOGETHER = 1024
 """Rows that are loaded together."""
@@ -43,7 +43,7 @@ Fits = Callable[[Prompt], bool]
 
 @dataclass
 class StoredRows:
-    """The rows that were read: number of all, conversations by row, and how they are loaded."""
+    """The rows that were read: their number, conversations by row, and how to load them."""
 
     total: int
     conversations: NDArray[np.uint64]
@@ -69,7 +69,7 @@ def conversation_of(row: Row, data: DataConfig, decode: Decode) -> int:
 
 
 def prompt_of(row: Row, data: DataConfig) -> Prompt:
-    """What of a row the target is to answer; raises `BadRowError` when there is nothing."""
+    """The part of a row that the target answers; raises `BadRowError` if there is none."""
     named: tuple[str, str] = (row.id, row.domain)
     if row.text is not None:
         return Prompt(*named, text=beginning_of(row.text))
@@ -91,7 +91,7 @@ def prompt_tokens(row: Row, turn: str) -> tuple[int, ...]:
 
 
 def user_texts(row: Row, decode: Decode) -> list[str]:
-    """What the users of a row say."""
+    """The texts of a row's users."""
     if row.text is not None:
         return [row.text]
     if row.messages is None:
@@ -103,7 +103,7 @@ def reserve(
     data: DataConfig, rows: StoredRows, verdict: NDArray[np.uint8], decode: Decode, fits: Fits
 ) -> Reserved:
     """Choose the prompts and mark their rows, and those that repeat them, in `verdict` [total].
-    Raises `UserError` when there are too few conversations. fits: whether the target can answer."""
+    Raises `UserError` if there are too few conversations. fits: whether the target can answer."""
     config, found = data.reserve, Reserved()
     if config.prompts:
         known = load_prompts(config.prompts)
@@ -132,7 +132,7 @@ def choose(
     ranks = mix(keys[usable] ^ mix(np.array([config.seed + 1], dtype=np.uint64)))
     _, firsts = np.unique(ranks, return_index=True)
     order = usable[firsts]
-    if not len(order):  # generation says why no row can be used
+    if not len(order):  # generation reports why no row can be used
         return {}
     wanted = counts_of(config, len(order))
     pairs = candidates(data, rows, order.tolist(), fits)
@@ -140,8 +140,8 @@ def choose(
 
 
 def counts_of(config: ReserveConfig, conversations: int) -> dict[str, int]:
-    """How many prompts are held out by use. Of few conversations as many as a measurement cannot do
-    without; raises `UserError` when none would be left to train on."""
+    """How many prompts are held out, by use. If there are few conversations, as many as a
+    measurement needs at least; raises `UserError` if none would be left to train on."""
     wanted = {
         use: min(most, max(LEAST[use], int(conversations * config.share)))
         for use in LEAST
@@ -165,7 +165,7 @@ def counts_of(config: ReserveConfig, conversations: int) -> dict[str, int]:
 def candidates(
     data: DataConfig, rows: StoredRows, order: Sequence[int], fits: Fits
 ) -> Iterator[tuple[Row, Prompt]]:
-    """The rows whose prompts the target can answer, in the given order, as they are needed."""
+    """Yield the rows whose prompts the target can answer, in the given order, one at a time."""
     for numbers in slices(order):
         loaded = {row.index: row for row in rows.load(sorted(numbers))}
         for number in numbers:
@@ -197,7 +197,7 @@ def slices(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def asked_prompt(prompt: Prompt, decode: Decode) -> Asked:
-    """What is compared of a prompt: all that its user says, as one text and by shingles."""
+    """The compared parts of a prompt: all its user's texts, as one text and by shingles."""
     if prompt.tokens is not None:
         said = [decode(prompt.tokens)]
     elif prompt.text is not None:

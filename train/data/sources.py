@@ -1,9 +1,9 @@
 """Turns any dataset of prompts or conversations into rows with a stable id.
 
 No row is dropped silently: a `Source` yields one `Row` or one `SkippedRow` per row of the dataset
-(after shuffle and limit), in an order that depends on the configuration alone, and can continue
-from any place. A `Mixture` interleaves several sources by weight: which one is asked for row i is a
-function of (seed, i) and of which sources have run out by then.
+(after shuffle and limit), in an order that depends only on the configuration, and can continue from
+any place. A `Mixture` interleaves several sources by weight: the source of row i is a function of
+(seed, i) and of the sources that have run out by then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from train.data.tables import BadRowError, RawRow, open_table
 __all__ = ["DataConfig", "Mixture", "Row", "SkippedRow", "Source", "content_hash"]
 
 KIND_PROBE = 1000
-"""Rows that are looked at to find what a column holds."""
+"""Rows that are inspected to find what a column holds."""
 
 
 class RowContent(TypedDict, total=False):
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def content(self) -> RowContent:
-        """What the row's hash covers; what earlier versions did not know only where it is set."""
+        """What the row's hash covers; fields that earlier versions did not have only if set."""
         more = [name for name in ("tools", "text") if getattr(self, name)]
         names = ("messages", "tokens", "spans", *more)
         return cast(RowContent, {name: getattr(self, name) for name in names})
@@ -101,7 +101,7 @@ class Source:
 
     @property
     def used(self) -> int:
-        """Rows that were given: those of `taken` that belong to this share."""
+        """Rows that were returned: those of `taken` that belong to this share."""
         part, parts = self.config.share
         return max(0, -(-(self.taken - part) // parts))
 
@@ -110,7 +110,7 @@ class Source:
         return {"taken": self.taken, "rows": self.rows.place()}
 
     def describe(self) -> str:
-        """What was understood of the dataset, in words."""
+        """A description of the form found in the dataset."""
         return self.form.describe(self.rows.columns)
 
     def _read(self, index: int, number: int, raw: RawRow | BadRowError) -> Row | SkippedRow:
@@ -183,7 +183,7 @@ class Mixture:
         return {"index": self.index, "ended": dict(self.ended), "sources": places}
 
     def report(self) -> list[dict[str, Any]]:
-        """What was read of each source. ran_out_at: the row at which it ended, if it did."""
+        """The rows read from each source. ran_out_at: the row at which it ended, if it did."""
         weights = sum(source.config.weight for source in self.sources)
         return [
             {
@@ -208,7 +208,7 @@ class Mixture:
 
 
 def open_rows(config: SourceConfig) -> TableRows:
-    """The rows of a table in the configured order; raises `UserError` when it has none."""
+    """The rows of a table in the configured order; raises `UserError` if it has none."""
     table = open_table(config)
     count = len(table)
     if not count:

@@ -1,10 +1,10 @@
 """Hidden states that are kept with responses: <responses>/states/<digest>.safetensors, one file per
 document, named after its tokens.
 
-An engine that generates a response has computed the states of every token but the last one, which
+An engine that generates a response has computed the states of all tokens except the last one, which
 it never reads. A file has `hidden_states` [N-1, L, H], `token_ids` [N] int32 and `logprob` [1]
-float32, what the engine gave the last token. The folder's manifest has them under `states`
-(`StatesFacts`).
+float32, the engine's log-probability of the last token. The folder's manifest describes the files
+under `states` (`StatesFacts`).
 
 Legend: N tokens, L layers, H hidden.
 """
@@ -32,8 +32,8 @@ ENDING = ".safetensors"
 
 
 class StatesFacts(TypedDict):
-    """What a manifest says of them: layers (ascending; layer L is the output of L layers), files,
-    their bytes, and documents without one."""
+    """The manifest's entry: layers (ascending; layer L is the output of L layers), files, their
+    bytes, and documents without one."""
 
     layers: list[int]
     files: int
@@ -80,8 +80,8 @@ def write_states(responses: Path, tokens: Sequence[int], states: Tensor, logprob
 def settle(
     responses: Path, layers: Sequence[int], documents: Iterable[NDArray[np.int32]]
 ) -> StatesFacts:
-    """Remove the files that are of none of the documents (of turns that others went on from, of
-    requests that were repeated), and say what is there."""
+    """Remove files that belong to none of the documents (those of turns that were continued, or of
+    repeated requests), and return the manifest's entry."""
     wanted = {digest(tokens) for tokens in documents}
     found: set[str] = set()
     size = 0

@@ -1,8 +1,9 @@
 """Reads the rows of any dataset in order, from any position, without an index and in little memory.
 
 Shuffling works on blocks of `buffer` rows: block n is read whole and permuted by the seed and n
-alone. A position is then the beginning of the block and how many of its rows were taken, so that
-continuing repeats no row and skips none. Positions are JSON values: `input/state.json` stores them.
+alone. A position is the start of the block and the number of its rows that were taken, so a
+continued reading repeats no row and skips none. Positions are JSON values: `input/state.json`
+stores them.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from train.data.permute import stable_permutation
 PARQUET_ROWS = 1024
 """Rows that are decoded together."""
 BUFFER_BYTES = 1 << 20
-"""What is read of a column at a time, so that a file of one large row group is not held whole."""
+"""Bytes of a column that are read at a time, so that a large row group is not held as a whole."""
 COLUMN_PROBE = 21
 
 
 NumberedRow = tuple[int, tables.RawRow | tables.BadRowError]
-"""A row's number in the dataset, and the row or what is wrong with it."""
+"""A row's number in the dataset, and the row or the error that makes it unusable."""
 Place = dict[str, Any]
-"""A position, as JSON values that only its own kind of reader understands."""
+"""A position, as JSON values that only the same kind of reader can use."""
 
 
 class TableRows:
-    """The rows of a table with random access, in a given order. A place: how many were given."""
+    """The rows of a table with random access, in a given order. A place: the number of rows
+    read."""
 
     def __init__(self, table: tables.Table, numbers: Any) -> None:
         self.table, self.numbers = table, numbers
@@ -75,8 +77,8 @@ class LineStream:
 
 
 class ParquetStream:
-    """The rows of .parquet files; `at`: file, row group, row in it, number of the next row. Not
-    through `datasets`, whose scanner decodes a file as far ahead of its reader as it gets."""
+    """The rows of .parquet files; `at`: file, row group, row in it, number of the next row. It does
+    not use `datasets`, whose scanner decodes a file as far ahead of its reader as it can."""
 
     def __init__(self, files: list[Path], shown: str) -> None:
         self.files, self.shown = files, shown
@@ -133,7 +135,7 @@ Stream = LineStream | ParquetStream | DatasetStream
 
 class StreamedRows:
     """The rows of a stream, in order or shuffled block by block. A place: block, rows taken of it,
-    where it begins. Raises `UserError` when the dataset cannot be opened or breaks off."""
+    where it begins. Raises `UserError` if the dataset cannot be opened or breaks off."""
 
     def __init__(self, source: SourceConfig) -> None:
         self.source = source
@@ -158,7 +160,7 @@ class StreamedRows:
             for used in range(taken, len(held)):
                 if shuffle:
                     self._at = {"block": block, "taken": used + 1, "stream": start}
-                else:  # a dataset's own state is costly: it is taken when the position is asked for
+                else:  # a dataset's own state is costly: it is taken only when `place` is called
                     self._at, self._live = {"block": block + 1, "taken": 0, "stream": None}, stream
                 yield held[int(order[used])]
             block, taken = block + 1, 0

@@ -1,8 +1,8 @@
 """Opens any dataset, on the Hub or local, as a table with random access to rows.
 
-Local jsonl and txt are read line by line here rather than through `datasets`, which infers one
-schema for the whole file: there, one odd row would refuse the file, and here it is one skipped row
-with a reason. Everything else goes through `datasets`.
+Local jsonl and txt files are read line by line here and not through `datasets`, which infers one
+schema for the whole file. There, one odd row would make the file unreadable; here it is one skipped
+row with a reason. Everything else goes through `datasets`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ COLUMN_PROBE = 100
 
 
 RawRow = Mapping[str, object]
-"""A row as a dataset has it, by column; which columns there are and what they hold is checked
-later."""
+"""A row of a dataset, by column; the columns and their contents are checked later."""
 
 
 class BadRowError(Exception):
@@ -40,7 +39,7 @@ class BadRowError(Exception):
 
 
 class Table(Protocol):
-    """Rows by number, as `datasets.Dataset` and `Lines` have them."""
+    """Rows by number, as in `datasets.Dataset` and `Lines`."""
 
     @property
     def column_names(self) -> list[str]: ...
@@ -51,7 +50,7 @@ class Table(Protocol):
 
 
 def open_table(source: SourceConfig) -> Table:
-    """A local file, folder or glob, else a Hub dataset; raises `UserError` when it is neither."""
+    """A local file, folder or glob, else a Hub dataset; raises `UserError` if it is neither."""
     files = local_files(source.path)
     if isinstance(files, list) and _one_kind(source.path, files) in (LINES, PROMPTS):
         return Lines(files)
@@ -60,7 +59,7 @@ def open_table(source: SourceConfig) -> Table:
 
 
 class Lines:
-    """Rows of .jsonl or .txt files, parsed when asked for; memory holds line offsets (24 bytes per
+    """Rows of .jsonl or .txt files, parsed when read; memory holds line offsets (24 bytes per
     row)."""
 
     def __init__(self, files: list[Path]) -> None:
@@ -85,12 +84,12 @@ class Lines:
 
 
 def parser_of(file: Path) -> Callable[[bytes], RawRow | BadRowError]:
-    """How a line of this file becomes a row."""
+    """The function that turns a line of this file into a row."""
     return parse_prompt if file.suffix == PROMPTS else parse_line
 
 
 def parse_prompt(line: bytes) -> RawRow | BadRowError:
-    """A line of text as a prompt, or what is wrong with it."""
+    """A line of text as a prompt, or the error in it."""
     try:
         return {"prompt": line.decode("utf-8").strip()}
     except UnicodeDecodeError:
@@ -98,7 +97,7 @@ def parse_prompt(line: bytes) -> RawRow | BadRowError:
 
 
 def parse_line(line: bytes) -> RawRow | BadRowError:
-    """The row in a line of JSON, or what is wrong with it."""
+    """The row in a line of JSON, or the error in it."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):  # also: no UTF-8, numbers of thousands of digits
@@ -133,7 +132,7 @@ def open_dataset(
 
 
 def local_files(path: str) -> list[Path] | Path | None:
-    """Local files; the folder that `Dataset.save_to_disk` wrote; None for what must be a Hub id."""
+    """Local files; the folder that `Dataset.save_to_disk` wrote; None if it must be a Hub id."""
     expanded = Path(path).expanduser()
     known = [*BUILDERS, LINES, PROMPTS]
     if expanded.is_dir():

@@ -1,1 +1,1 @@
-"""What holds and updates the weights during training: plain torch or DeepSpeed."""
+"""Engines that hold and update the weights during training: plain torch or DeepSpeed."""

@@ -1,10 +1,10 @@
-"""The interface of training engines: what holds the weights, computes gradients and updates them.
+"""The interface of training engines, which hold the weights, compute gradients and apply updates.
 
-One definition of precision for all engines: weights, gradients and the optimiser's state are
-float32; `bfloat16` runs the forward pass under `torch.autocast`. So an update never rounds to
-bfloat16, and engines can be compared number by number.
+Precision is the same in all engines: weights, gradients and the optimiser's state are float32;
+`bfloat16` runs the forward pass under `torch.autocast`. So an update never rounds to bfloat16, and
+engines can be compared number by number.
 
-One definition of the gradient for all: that of (sum of all losses of the global step) / (its
+The gradient is the same in all engines: that of (sum of all losses of the global step) / (its
 supervised tokens), whatever the number of processes and of micro-batches.
 """
 
@@ -94,7 +94,7 @@ class EngineConfig:
 
     @property
     def sharded(self) -> bool:
-        """True when every process holds another part of the optimiser's state."""
+        """Whether every process holds a different part of the optimiser's state."""
         return self.name == "deepspeed" and self.zero_stage > 0
 
 
@@ -110,10 +110,11 @@ class TrainEngine(Protocol):
         whether it is this process's last micro-batch of the step."""
 
     def step(self, rate: float) -> float:
-        """Clip, update, clear the gradient; returns the whole norm before clipping."""
+        """Clip, update, and clear the gradient; returns the norm of the whole one before
+        clipping."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The drafter's `state_dict`, float32 on the CPU; empty but in the main process."""
+        """The drafter's `state_dict`, float32 on the CPU; empty except in the main process."""
 
     def optimizer_state(self) -> StatePart:
         """The optimiser's state by weight, this process's part; empty before the first step."""
@@ -122,7 +123,7 @@ class TrainEngine(Protocol):
         """Take over the `optimizer_state` of all processes, of any engine and number."""
 
     def close(self) -> None:
-        """Release what the engine holds; the drafter's unsharded weights stay valid."""
+        """Release the engine's resources; the drafter's unsharded weights stay valid."""
 
 
 class Objective(nn.Module):
@@ -142,7 +143,7 @@ class Objective(nn.Module):
     def forward(self, batch: TrainBatch) -> Tensor:
         """The summed loss, a scalar with its graph."""
         with self.autocast(), recomputing(self.recompute), compiling(self.compiled):
-            # Not `self.drafter(batch)`: ZeRO-3 can follow a module's output only when it is made of
+            # Not `self.drafter(batch)`: ZeRO-3 can track a module's output only if it consists of
             # tensors.
             output = self.drafter.loss(batch)
         metrics = output.metrics.items()
@@ -156,8 +157,8 @@ def cpu_copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill_gradients(parameters: Iterable[Tensor]) -> None:
-    """Weights that no row used get a gradient of zero, so that any number of processes makes the
-    same update."""
+    """Give weights that no row used a gradient of zero, so that the update is the same for any
+    number of processes."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

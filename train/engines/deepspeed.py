@@ -1,14 +1,14 @@
 """Training under DeepSpeed: ZeRO 0 to 3 behind the `TrainEngine` protocol. The only file that
 imports deepspeed.
 
-Three habits of DeepSpeed are met here and nowhere else: it averages gradients over processes (we
-add them, so the loss is multiplied by their number first), it wants a process group and LOCAL_RANK
-even for one process, and it compiles C++ helpers at run time (the CPU's shared-memory helper is not
-needed, and building it takes a compiler and half a minute: it is switched off).
+Three properties of DeepSpeed are handled only here. It averages gradients over processes; we add
+them, so the loss is first multiplied by their number. It requires a process group and LOCAL_RANK
+even for one process. It compiles C++ helpers at run time; the CPU's shared-memory helper is not
+needed, and building it takes a compiler and half a minute, so it is switched off.
 
-DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole;
-The optimiser's state is saved by weight (`train.engines.shards`), every process its own runs, so
-that any world size and any stage can go on.
+DeepSpeed's own checkpoints are pickles; ours are tensors. Weights are gathered and saved whole. The
+optimiser's state is saved by weight (`train.engines.shards`); every process saves its own runs, so
+that any world size and any stage can continue.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from train.muon import divide
 from train.optim import OptimConfig, make_optimizer, set_rate
 
 BUCKET_ELEMENTS = 50_000_000
-"""Most gradient elements that are reduced in one message (200 MB in float32)."""
+"""Most gradient elements per reduction (200 MB in float32)."""
 LIVE_BUCKETS = 20
-"""ZeRO-3: so many buckets of weights may be whole at once."""
+"""ZeRO-3: how many buckets of weights may be whole at once."""
 
 
 def import_deepspeed(device_type: str) -> Any:
-    """Import deepspeed quietly and for this device; raises `UserError` when it is not installed."""
+    """Import deepspeed quietly and for this device; raises `UserError` if it is not installed."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
     try:
@@ -82,7 +82,7 @@ def require_async_io(deepspeed: Any, path: str) -> None:
 
 
 def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: it only ever sees float32 weights and our boundaries."""
+    """DeepSpeed's configuration: it gets float32 weights and our step boundaries only."""
     bucket = min(numel + numel % 2, BUCKET_ELEMENTS)  # ZeRO 1 and 2 refuse an odd number
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
@@ -91,7 +91,7 @@ def make_settings(config: EngineConfig, clip: float, numel: int) -> dict[str, An
     }
     if config.zero_stage == 3:
         # memory_efficient_linear replaces torch.nn.functional.linear for the whole process and
-        # computes outside of autocast.
+        # computes outside autocast.
         zero |= {
             "stage3_prefetch_bucket_size": bucket,
             "stage3_max_live_parameters": LIVE_BUCKETS * bucket,
@@ -129,8 +129,8 @@ class DeepSpeedEngine:
         self.names = list(drafter.state_dict())
         trained = [p for p in drafter.parameters() if p.requires_grad]
         settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
-        # DeepSpeed reads LOCAL_RANK while it works; `close` takes it away, since others take it for
-        # a launch.
+        # DeepSpeed reads LOCAL_RANK while it works; `close` removes it, since other code would take
+        # it as the sign of a launch.
         self._alone = "LOCAL_RANK" not in os.environ
         os.environ.setdefault("LOCAL_RANK", "0")
         self.engine, *_ = self.deepspeed.initialize(
@@ -156,7 +156,8 @@ class DeepSpeedEngine:
         return LossOutput(loss.detach(), self.engine.module.metrics)
 
     def step(self, rate: float) -> float:
-        """Stage 0 has no ZeRO optimiser, so it is clipped here; ZeRO 1 to 3 clip by themselves."""
+        """See `TrainEngine`. Stage 0 has no ZeRO optimiser and is clipped here; ZeRO 1 to 3 clip
+        themselves."""
         set_rate(self.engine.optimizer, rate)
         norm = None
         if self.stage == 0:
@@ -170,7 +171,8 @@ class DeepSpeedEngine:
         return float(self.engine.get_global_grad_norm()) if norm is None else norm
 
     def weights(self) -> dict[str, Tensor]:
-        """With ZeRO-3 one weight at a time is gathered: only the main process holds them all."""
+        """See `TrainEngine`. With ZeRO-3, one weight at a time is gathered, so only the main
+        process holds all of them."""
         buffers = dict(self.drafter.named_buffers())
         parameters = dict(self.drafter.named_parameters(remove_duplicate=False))
         found: dict[str, Tensor] = {}
@@ -241,7 +243,8 @@ class DeepSpeedEngine:
                 shards.distribute(self._adam(), spans, whole, parts)
 
     def close(self) -> None:
-        """The process group stays: DeepSpeed remembers its groups as long as a process lives."""
+        """See `TrainEngine`. The process group stays: DeepSpeed keeps its groups as long as the
+        process lives."""
         self.engine.destroy()
         del self.engine
         gc.collect()

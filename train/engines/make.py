@@ -20,7 +20,7 @@ def make_engine(
     """The engine around `drafter`: float32 weights on its device, equal in every process."""
     wrong = [name for name, p in drafter.named_parameters() if p.dtype != torch.float32]
     assert not wrong, f"weights {wrong[:4]} are not float32"
-    # RMSNorm of bfloat16 states with float32 weights is meant; torch warns that it is not its
+    # RMSNorm of bfloat16 states with float32 weights is intended; torch warns that it is not its
     # fastest path.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     if config.name == "torch":

@@ -1,15 +1,15 @@
-"""The optimiser's state by weight, in any division: how it lies on disk, and how any number of
+"""The optimiser's state by weight, in any division: its form on disk, and how any number of
 processes reads it again.
 
 ZeRO divides the state into flat pieces that depend on the stage and on the number of processes.
-Here every piece is named after what it is of: a run of elements of one weight. A process writes the
-runs it holds; a process that continues, in a launch of any size and under any engine, reads the
-runs it needs from whichever files have them. Nothing is gathered: a process never holds more than
-its own part. Values are copied, never computed with, so a state comes back bit for bit.
+Here every piece is named by its content: a run of elements of one weight. A process writes the runs
+it holds. A process that continues, in a launch of any size and under any engine, reads the runs it
+needs from the files that have them. Nothing is gathered: a process never holds more than its own
+part. Values are only copied, so a state is restored bit for bit.
 
 A file is a safetensors file of `<weight>.exp_avg`, `<weight>.exp_avg_sq` (float32, flat: the run;
-Muon's matrices have only the first) and `<weight>.step` (a scalar); its metadata `runs` say for
-each weight where the run starts and what shape the whole weight has.
+Muon's matrices have only the first) and `<weight>.step` (a scalar). Its metadata `runs` holds, for
+each weight, the start of the run and the shape of the whole weight.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @dataclass(frozen=True)
 class Span:
     """A run of one weight's elements that this process updates. shape: of the whole weight; start,
-    count: the run; tensor: what the optimiser updates; at: where the run begins in the flattened
-    `tensor`."""
+    count: the run; tensor: the one that the optimiser updates; at: where the run begins in the
+    flattened `tensor`."""
 
     weight: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class StatePart:
 
 
 class FilePart:
-    """`StatePart` on disk, read as asked for; raises `UserError` for any other file."""
+    """`StatePart` on disk, read on demand; raises `UserError` for any other file."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -125,9 +125,9 @@ def distribute(
     whole: Mapping[str, tuple[int, ...]],
     parts: Sequence[AnyPart],
 ) -> None:
-    """Give the optimiser the state of `spans` out of `parts`; without parts nothing changes. whole:
-    name and shape of every trained weight, of all processes. Raises `UserError` when the parts are
-    of other weights or incomplete."""
+    """Give the optimiser the state of `spans` from `parts`; without parts nothing changes. whole:
+    name and shape of every trained weight, of all processes. Raises `UserError` if the parts are of
+    other weights or incomplete."""
     found: dict[str, list[AnyPart]] = {}
     for part in parts:
         for weight in part.runs:
@@ -172,7 +172,7 @@ def _require_same_weights(
 
 
 def _fill(target: Tensor, name: str, span: Span, parts: Sequence[AnyPart]) -> None:
-    """Copy the span out of the runs that overlap it; `UserError` when elements are nowhere."""
+    """Copy the span from the runs that overlap it; raises `UserError` if elements are missing."""
     filled = 0
     for part in parts:
         begin = part.runs[span.weight][0]
@@ -211,7 +211,7 @@ def piece_spans(
     named: Sequence[tuple[str, tuple[int, ...]]], pieces: Sequence[int], rank: int, tensor: Tensor
 ) -> list[Span]:
     """ZeRO 3: every weight is divided into pieces, of which this process updates number `rank`;
-    they lie one behind the other in `tensor`."""
+    they are stored one after the other in `tensor`."""
     spans, at = [], 0
     for (name, shape), piece in zip(named, pieces, strict=True):
         start = rank * piece

@@ -1,4 +1,4 @@
-"""The engine in plain torch: for debugging, and the reference that others are compared with."""
+"""The engine in plain torch, for debugging and as the reference for other engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.optim import OptimConfig, make_optimizer, set_rate
 
 
 class TorchEngine:
-    """Plain torch: every process has everything, gradients are added up once per step."""
+    """Plain torch: every process holds everything; gradients are summed once per step."""
 
     sharded = False
 

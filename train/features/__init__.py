@@ -1,2 +1,2 @@
-"""Where the target's hidden states for training come from: this process, a store, servers, other
+"""Sources of the target's hidden states for training: this process, a store, servers, other
 processes."""

@@ -1,7 +1,7 @@
-"""The target's features for training: through the same taps as in decoding.
+"""The target's features for training, read through the same taps as in decoding.
 
-Four ways, the same numbers: online (here), from a store on disk (store/), from feature servers
-(remote/client.py), from other processes of the same launch (group.py).
+Four sources give the same numbers: the training process (here), a store on disk (store/), feature
+servers (remote/client.py), and other processes of the same launch (group.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from train.features.store.batches import batch_on
 
 
 class FeatureTarget(Protocol):
-    """What is asked of a target here; `inference.target.model.TargetModel` has it."""
+    """The methods of a target that features need; `inference.target.model.TargetModel` has them."""
 
     info: TargetInfo
     weights: TargetWeights
@@ -34,9 +34,9 @@ class FeatureTarget(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the frozen target on every micro-batch. dtype: of the features (default: the target's);
-    where that is bfloat16, a float32 target runs under autocast: nearly twice as fast on a CPU, and
-    closer to its float32 self than a copy of it in bfloat16."""
+    """Runs the frozen target on every micro-batch. dtype: of the features (default: the target's).
+    For bfloat16, a float32 target runs under autocast. This is nearly twice as fast on a CPU, and
+    closer to the float32 target than a copy of it in bfloat16."""
 
     def __init__(
         self, target: FeatureTarget, needs: FeatureSpec, dtype: torch.dtype | None = None

@@ -132,8 +132,8 @@ class FeaturesConfig:
             )
 
     def token(self) -> str:
-        """The token of the environment variable, empty where there is none; raises `UserError` for
-        one that no header can carry."""
+        """The token in the environment variable, empty if there is none; raises `UserError` for one
+        that no header can carry."""
         value = os.environ.get(self.token_variable, "").strip()
         if not (value.isascii() and value.isprintable()):
             raise UserError(
@@ -143,7 +143,7 @@ class FeaturesConfig:
         return value
 
     def form(self, info: TargetInfo) -> Form:
-        """How states are stored or sent; raises `UserError` when so many logits cannot be
+        """How states are stored or sent; raises `UserError` if that many logits cannot be
         distinguished from a hidden state."""
         top = self.top_logits
         if top and (top >= info.vocab_size or 2 * top + 1 == info.hidden_size):

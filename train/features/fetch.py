@@ -1,7 +1,7 @@
-"""Features from elsewhere: fetched some steps ahead, put together on the trainer's device.
+"""Features from elsewhere: fetched some steps ahead and assembled on the trainer's device.
 
-All sources (a store on disk, feature servers, other processes of the launch) give the same tensors
-(`train.features.store.batches`), but for the rounding of the form they were asked for in.
+All sources (a store on disk, feature servers, other processes of the launch) return the same
+tensors (`train.features.store.batches`), except for the rounding of the requested form.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from train.features.workers import Workers
 
 CLOSE_SECONDS = 2.0
 SLICE_SECONDS = 0.2
-"""Seconds of waiting between two checks whether to go on."""
+"""Seconds of waiting between two checks whether to stop."""
 
 
 class Coming(Protocol):
-    """Features that were asked for."""
+    """Requested features."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether they are there, or cannot come, after at most so long."""
+        """Wait at most `seconds`; returns whether they have arrived or failed."""
 
     def result(self) -> Content:
-        """The features; waits for them, and raises `UserError` when they cannot be had."""
+        """The features; waits for them, and raises `UserError` if they cannot be fetched."""
 
 
 class Source(Protocol):
@@ -42,7 +42,7 @@ class Source(Protocol):
     form: Form
 
     def ask(self, packed: PackedBatch) -> Coming:
-        """Begin to get the features of a batch. Called in the order of use."""
+        """Start to fetch the features of a batch. Called in the order of use."""
 
     def close(self) -> None:
         """Close files, connections and threads."""
@@ -50,9 +50,9 @@ class Source(Protocol):
 
 @dataclass
 class FetchedFeatures:
-    """`Features` from a source. loader: tells which batches come next; ahead: how many steps early
-    they are asked for; device, dtype: of the features for the drafter. `wait_seconds` adds up the
-    waiting."""
+    """`Features` from a source. loader: gives the next batches; ahead: how many steps early they
+    are requested; device, dtype: of the features for the drafter. `wait_seconds` is the total time
+    spent waiting."""
 
     source: Source
     needs: FeatureSpec
@@ -69,7 +69,8 @@ class FetchedFeatures:
         self._asked = -1
 
     def arrived(self, batches: list[PackedBatch], step: int, stopping: Callable[[], bool]) -> bool:
-        """Wait for a step's features or their failure; False when `stopping` came before that."""
+        """Wait for a step's features or their failure; returns False if `stopping` is true
+        first."""
         self._look_ahead(step)
         begun = time.perf_counter()
         try:
@@ -85,7 +86,7 @@ class FetchedFeatures:
 
     @torch.no_grad()
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
-        """`packed` on the device with its features; waits for them if need be."""
+        """`packed` on the device with its features; waits for them if necessary."""
         self._look_ahead(step)
         coming = self._coming.pop(key_of(packed), None) or self.source.ask(packed)
         begun = time.perf_counter()
@@ -96,7 +97,7 @@ class FetchedFeatures:
         )
 
     def _look_ahead(self, step: int) -> None:
-        """Ask for the batches of this step and of the next `ahead` ones, each once."""
+        """Request the batches of this step and of the next `ahead` ones, each once."""
         if not self.ahead or step < self._asked - self.ahead:
             return
         end = min(step + self.ahead, self.last_step)
@@ -111,8 +112,8 @@ class FetchedFeatures:
 
 
 class ThreadedSource:
-    """A source whose `fetch` blocks, run by threads of its own. stop: makes a `fetch` that waits
-    give up; called once. pinned: the threads put what they fetched into pinned memory, from which a
+    """A source whose `fetch` blocks and runs in separate threads. stop: makes a waiting `fetch`
+    give up; called once. pinned: the threads put fetched features into pinned memory, from which a
     GPU copies while it computes."""
 
     def __init__(
@@ -134,7 +135,7 @@ class ThreadedSource:
         return pin(content) if self.pinned else content
 
     def close(self) -> None:
-        """See `Source`. Threads that compute are waited for; those that wait for others are not."""
+        """See `Source`. Waits for threads that compute, but not for those that wait for others."""
         self._workers.end()
         self.stop()
         self._workers.join(CLOSE_SECONDS)
@@ -149,5 +150,5 @@ def pin(content: Content) -> Content:
 
 
 def key_of(packed: PackedBatch) -> str:
-    """What tells batches of one training apart: what the target reads in their rows."""
+    """A key that identifies a batch within a training: the target's input in its rows."""
     return "".join(row_digests(packed))

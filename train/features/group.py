@@ -1,14 +1,14 @@
 """Features from other processes of the same launch: the last ones run the target, the others train.
 
-The trainers form a group of their own for gradients. Each talks to one target process, point to
-point over gloo, and asks for steps ahead. A message is a header [4] int64 (operation, rows,
-positions, status), for a request followed by tokens, positions and segments [3, b, T] int32; the
-answer is one run of bytes whose layout both sides know.
+The trainers form a separate group for gradients. Each communicates with one target process, point
+to point over gloo, and requests steps ahead of time. A message is a header [4] int64 (operation,
+rows, positions, status). In a request, it is followed by tokens, positions and segments [3, b, T]
+int32. The answer is one run of bytes whose layout both sides know.
 
 Answers go from the target's device to the trainer's (`features.transport=device`, NCCL between
-GPUs), or over gloo through the memory of both hosts (`host`). A transfer between devices is
-announced over gloo first, and the trainer receives it when it needs it: a kernel that receives
-never waits for a computation of the other side, only one that sends may.
+GPUs), or over gloo through the memory of both hosts (`host`). A transfer between devices is first
+announced over gloo, and the trainer receives it when it needs it. So a receiving kernel never waits
+for a computation of the other side; only a sending one may.
 
 Legend: b rows, T positions, N real tokens.
 """
@@ -49,7 +49,7 @@ TEXT_BYTES = 512
 
 @dataclass(frozen=True)
 class Division:
-    """Who does what among `size` processes, of which the last `targets` run the target."""
+    """The roles of `size` processes, of which the last `targets` run the target."""
 
     size: int
     targets: int
@@ -69,8 +69,8 @@ class Division:
 def run_in_group(
     job: TrainingJob, world: World, train: Callable[[World], TrainManifest]
 ) -> TrainManifest:
-    """Train (with the given world) in the first processes, run the target in the last ones; returns
-    the manifest in all. Raises `UserError` where processes cannot be divided so."""
+    """Train (with the given world) in the first processes and run the target in the last ones;
+    returns the manifest in all. Raises `UserError` if processes cannot be divided like this."""
     division = divide(job, world)
     ranks = list(range(division.trainers))
     group = dist.new_group(ranks, timeout=JOIN_TIMEOUT)
@@ -91,17 +91,17 @@ def run_in_group(
         except RuntimeError:
             if not request.number:
                 raise
-            complete = False  # a trainer left without a word: it had not begun to train
+            complete = False  # a trainer left without a message: it had not begun to train
     if not complete:
-        raise SystemExit(0)  # the trainers say why they ended
+        raise SystemExit(0)  # the trainers report why they ended
     return read_training(job.out)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the processes of a launch: `host` carries headers, requests and answers through
-    CPU memory; `device` answers from one device's memory to the other's, None where there is none.
-    here: this process's device."""
+    """The connections between the processes of a launch: `host` carries headers, requests and
+    answers through CPU memory; `device` carries answers from one device's memory to the other's, or
+    is None. here: this process's device."""
 
     host: dist.ProcessGroup
     device: dist.ProcessGroup | None
@@ -132,7 +132,7 @@ _links: list[Link] = []
 
 
 def divide(job: TrainingJob, world: World) -> Division:
-    """The processes' roles; raises `UserError` when they cannot be divided so."""
+    """The processes' roles; raises `UserError` if they cannot be divided like this."""
     division = Division(world.size, job.features.targets)
     if division.trainers < 1 or division.trainers < division.targets:
         raise UserError(
@@ -161,8 +161,8 @@ def divide(job: TrainingJob, world: World) -> Division:
 
 @dataclass(frozen=True)
 class Message:
-    """Features under way. gloo cannot tell whether they are there; a target process answers until
-    its trainers have left, so they are waited for as for a computation."""
+    """Features in transfer. gloo cannot tell whether they have arrived. A target process answers
+    until its trainers have left, so the trainer waits for them as for a computation."""
 
     result: Callable[[], Content]
 
@@ -172,7 +172,7 @@ class Message:
 
 
 class Arriving:
-    """An answer of `size` bytes from `target`, as it will come: itself, or its announcement."""
+    """An answer of `size` bytes that `target` will send: the answer itself, or its announcement."""
 
     def __init__(self, link: Link, target: int, size: int) -> None:
         self.link, self.target, self.size = link, target, size
@@ -181,8 +181,8 @@ class Arriving:
 
     def take(self, timeout: timedelta) -> Tensor:
         """The answer [size] uint8, in memory of the host or of this process's device; raises
-        `RuntimeError` when it does not come in time. Answers of one target process are taken in
-        the order in which they were asked for, which is the order in which they are sent."""
+        `RuntimeError` if it does not come in time. Answers of one target process are taken in the
+        order of the requests, which is the order in which they are sent."""
         self._work.wait(timeout=timeout)
         if self.link.device is None:
             return self._first
@@ -192,7 +192,8 @@ class Arriving:
 
 
 class GroupSource:
-    """Features from this launch's target process, once it says that it runs the same target."""
+    """Features from this launch's target process, after it has confirmed that it runs the same
+    target."""
 
     def __init__(
         self, config: FeaturesConfig, target: FeatureTarget, precision: str, needs: FeatureSpec
@@ -245,7 +246,7 @@ class GroupSource:
         return Message(take)
 
     def close(self) -> None:
-        """Take what was asked for and is no longer wanted, so that nothing is left under way."""
+        """Take requested answers that are no longer needed, so that no transfer stays open."""
         for arriving in self._coming:
             arriving.take(self.timeout)
         self._coming.clear()
@@ -255,7 +256,8 @@ class GroupSource:
 
 
 def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
-    """Answer requests until every trainer has said good-bye; returns whether all were content."""
+    """Answer requests until every trainer has sent BYE; returns whether all ended without
+    failure."""
     link = _links[0]
     key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}
@@ -286,21 +288,21 @@ def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> boo
 
 
 class Sending:
-    """Answers on their way; those between devices are kept until they are taken."""
+    """Answers in transfer; those between devices are kept until they are taken."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self._under_way: list[tuple[Any, Tensor]] = []
 
     def send(self, answer: Tensor, trainer: int) -> None:
-        """Send bytes [S] on the target's device to a trainer; between devices without waiting until
-        it takes them."""
+        """Send bytes [S] on the target's device to a trainer; between devices, without waiting
+        until the trainer takes them."""
         host = self.link.host
         if self.link.device is None:
             dist.send(answer.cpu(), trainer, group=host, tag=ANSWER_TAG)
             return
         self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
-        # first: NCCL joins the two at their first transfer, for which the trainer must be coming
+        # announce first: NCCL connects both at their first transfer, which the trainer must join
         dist.send(torch.ones(1, dtype=torch.uint8), trainer, group=host, tag=ANSWER_TAG)
         self._under_way.append((dist.isend(answer, trainer, group=self.link.device), answer))
 
@@ -327,7 +329,7 @@ def cut(buffer: Tensor, parts: list[tuple[str, str, torch.dtype, int, int]], cou
     content: Content = {}
     start = 0
     for thing, part, dtype, width, size in parts:
-        # a copy begins where its dtype may
+        # a copy starts at a place that its dtype allows
         run = buffer[start : start + size * count].clone().view(dtype)
         content.setdefault(thing, {})[part] = run.view(count, width) if width else run
         start += size * count

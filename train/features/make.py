@@ -28,7 +28,7 @@ from train.features.vllm.target import document_target
 def require_logits_only(
     drafter: TrainableDrafter, config: FeaturesConfig, target: FeatureTarget, packed: PackedBatch
 ) -> None:
-    """Raise `UserError` when features.top_logits cannot stand in for the last hidden state: the
+    """Raise `UserError` if features.top_logits cannot replace the last hidden state; for this, the
     drafter's loss is tried once on zeros."""
     form, needs = config.form(target.info), drafter.needs
     batch = batch_on(packed, target.device)
@@ -50,7 +50,7 @@ def require_logits_only(
 def fetch_from(
     target: FeatureTarget, dtype: torch.dtype, ask: wire.Ask, packed: PackedBatch
 ) -> Content:
-    """The features of a batch, in the form that is asked for."""
+    """The features of a batch, in the requested form."""
     return wire.compute(target, dtype, ask, packed)[0]
 
 
@@ -65,9 +65,9 @@ def make_features(
     steps: int,
     on_policy: bool = False,
 ) -> Features:
-    """The configured way for a training of `steps` steps on `answers`. on_policy: whether rows are
-    rewritten on the way, which no store can know of. Raises `UserError` for what does not go
-    together."""
+    """The configured source for a training of `steps` steps on `answers`. on_policy: whether rows
+    are rewritten during training, so that no store has their features. Raises `UserError` for
+    settings that do not fit together."""
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":
         return online

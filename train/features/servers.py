@@ -1,7 +1,7 @@
-"""Servers that features are asked of over HTTP: each in turn, and another one after a failure.
+"""Feature servers over HTTP: each is asked in turn, and another one after a failure.
 
-A server that failed rests for a while, which grows with its failures in a row: as long as another
-one does not rest, it is asked instead.
+A server that failed rests for a while, which grows with its consecutive failures. Meanwhile,
+another server that does not rest is asked instead.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 LATER = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
-"""Refusals that another attempt may not meet."""
+"""Refusals after which another attempt may succeed."""
 Found = TypeVar("Found")
 
 
 class FailureError(Exception):
-    """A request that may go well another time, with the reason."""
+    """A failed request that may succeed another time, with the reason."""
 
 
 class Address(NamedTuple):
@@ -64,8 +64,8 @@ class Address(NamedTuple):
 
 
 class Servers:
-    """The servers of `config`, safe to use from several threads. what: how one is called in
-    messages; headers: of every request, besides the token."""
+    """The servers of `config`, safe to use from several threads. what: the name for one in
+    messages; headers: those of every request, besides the token."""
 
     def __init__(self, config: FeaturesConfig, what: str, headers: Mapping[str, str]) -> None:
         self.config, self.what = config, what
@@ -82,8 +82,8 @@ class Servers:
         self._stopped = threading.Event()
 
     def greet(self, greet: Callable[[Address], object], advice: str) -> None:
-        """Ask every server who it is; some may be down, but `greet` raises `UserError` for one that
-        does not fit. advice: the last sentence of the error when none answers."""
+        """Ask every server for its identity. Some may be down, but `greet` raises `UserError` for
+        one that does not fit. advice: the last sentence of the error if none answers."""
         silent = []
         for server in self.all:
             try:
@@ -96,8 +96,8 @@ class Servers:
             logger.warning("a %s does not answer and is left out for now: %s", self.what, line)
 
     def in_turn(self, ask: Callable[[Address], Found]) -> Found:
-        """What `ask` gets from one server after another; raises `UserError` when all attempts
-        fail, `CancelledError` after `stop`."""
+        """Call `ask` with one server after another until one answers; raises `UserError` if all
+        attempts fail, `CancelledError` after `stop`."""
         failures: dict[str, str] = {}
         retries = self.config.retries
         for attempt in range(retries + 1):
@@ -141,7 +141,7 @@ class Servers:
         return self._stopped.is_set()
 
     def stop(self) -> None:
-        """Let those that wait between two attempts give up."""
+        """Make threads that wait between two attempts give up."""
         self._stopped.set()
 
     def request(
@@ -154,7 +154,7 @@ class Servers:
         most: int,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """An answer of at most `most` bytes; raises `FailureError` when asking again may help,
+        """An answer of at most `most` bytes; raises `FailureError` if asking again may help,
         otherwise `UserError`."""
         seconds = self.config.timeout_seconds
         if server.secured:
@@ -192,12 +192,12 @@ class Servers:
 
 
 def pause_after(failures: int) -> float:
-    """Seconds, growing with the failures before; a power of more than 1,023 is no float."""
+    """Seconds to wait, growing with the failures before; a power above 1,023 is no float."""
     return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 16)))
 
 
 def error_of(content: bytes) -> str:
-    """The sentence in a refusal, in OpenAI's shape or bare; empty when there is none."""
+    """The message in a refusal, in OpenAI's format or plain; empty if there is none."""
     try:
         found: Any = parse_json(content, "the answer")["error"]
         return found if isinstance(found, str) else str(found["message"])

@@ -1,4 +1,4 @@
-"""Threads that work through a queue: daemons, which a process that ends leaves behind."""
+"""Threads that work through a queue. They are daemons, so they do not keep the process alive."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Result = TypeVar("Result")
 
 
 class Fetch(Future[Result]):
-    """What a thread works on."""
+    """The future of a thread's work."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended after at most so long."""
+        """Wait at most `seconds`; returns whether it has ended."""
         return bool(wait_for([self], seconds).done)
 
 
 class Workers(Generic[Result]):
-    """So many threads; what they are given begins in the order in which it was given."""
+    """A number of threads that start their work in the order in which it was submitted."""
 
     def __init__(self, count: int, name: str) -> None:
         self._queue: SimpleQueue[tuple[Fetch[Result], Callable[[], Result]] | None] = SimpleQueue()
@@ -33,7 +33,7 @@ class Workers(Generic[Result]):
             thread.start()
 
     def submit(self, work: Callable[[], Result]) -> Fetch[Result]:
-        """Let a thread call `work`; unless its future was cancelled by then."""
+        """Let a thread call `work`, unless its future was cancelled by then."""
         coming: Fetch[Result] = Fetch()
         self._queue.put((coming, work))
         return coming
@@ -49,7 +49,7 @@ class Workers(Generic[Result]):
                 coming.set_exception(error)
 
     def end(self) -> None:
-        """Begin nothing more; what has not begun is cancelled."""
+        """Start no further work; work that has not started is cancelled."""
         with suppress(Empty):
             while True:
                 given = self._queue.get_nowait()
@@ -59,6 +59,6 @@ class Workers(Generic[Result]):
             self._queue.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait for threads that still work, at most so long together."""
+        """Wait for threads that still work, together at most `seconds`."""
         for thread in self._threads:
             thread.join(seconds / len(self._threads))

@@ -1,2 +1,2 @@
-"""Records of verifications become training data (`build`), and prompts for text that is still to be
-generated (`branches`, `variations`)."""
+"""Conversion of records of verifications to training data (`build`), and to prompts for new text
+(`branches`, `variations`)."""

@@ -41,12 +41,12 @@ def write_branches(
     config: FeedbackConfig,
     known: Iterable[Path] = (),
 ) -> int:
-    """Write branches to the file `out`, the likeliest refused tokens first; returns how many.
+    """Write branches to the file `out`, the likeliest rejected tokens first; returns how many.
 
     folders: pairs of answers and the records of their verifications; `config.branches` branches are
     written per answer of the first one, if there are so many. known: files of earlier branches,
-    which are not written again. A line has `id` (the answer's id, the position and the refused
-    token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of the refused
+    which are not written again. A line has `id` (the answer's id, the position and the rejected
+    token), `domain`, `tokens` and `log_p`, the target's log-probability (natural) of the rejected
     token. Raises `UserError` for damaged input.
     """
     manifest = read_answers(folders[0][0])
@@ -82,10 +82,10 @@ def write_branches(
 def branches_of(
     row: AnswerRow, verifications: list[Verification], config: FeedbackConfig
 ) -> Iterator[Branch]:
-    """The branches of one answer (a row of answers), from its verifications: at each first error
-    within the first `config.branch_within` tokens of an answer whose refused token the target held
-    likely enough. A verification that the tokens contradict is of another answer to the same
-    prompt, and left out.
+    """The branches of one answer (a row of answers), from its verifications: one at each first
+    error within the first `config.branch_within` tokens of an answer, if the target gave the
+    rejected token enough probability. A verification that the tokens contradict belongs to another
+    answer to the same prompt, and is left out.
     """
     tokens, least = row["tokens"], math.log(config.branch_likely)
     places = [(low, min(high, low + config.branch_within)) for low, high in row["spans"]]

@@ -1,14 +1,13 @@
-"""`build(...)` makes training data of answers and the records of their verifications: the drafter's
-errors get a higher weight.
+"""`build(...)` makes training data from answers and the records of their verifications: the
+drafter's errors get a higher weight.
 
     <out>/shards/               answers, as `headstart generate` writes them, with weights per token
                                 (docs/formats.md)
     <out>/hard_prompts.jsonl    prompts to generate from again
-    <out>/manifest.json         written last; it says "generate", because that is what a training
-                                reads
+    <out>/manifest.json         written last; its stage is "generate", because trainings read that
 
-The records are read twice: once to count them, once to write. In memory: one shard, and the table
-of verifications of one folder of answers at a time.
+The records are read twice: once for the counts, once for writing. One shard, and the table of
+verifications of one folder of answers, are in memory at a time.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ logger = logging.getLogger(__name__)
 SHARD_ROWS = 4096
 HARD_PROMPTS = "hard_prompts.jsonl"
 STAGE_KEYS = ("records", "answers")
-"""Settings that say where to read; the checksums say what was read."""
+"""Settings of the places to read; checksums identify what was read."""
 
 
 class DomainReport(TypedDict):
@@ -77,8 +76,8 @@ class DomainReport(TypedDict):
 
 
 class FeedbackFacts(TypedDict):
-    """The manifest's entry `feedback`. key: what decides the result, which is the settings and per
-    source the SHA-256 of every file read; acceptance, cost: by depth from 1 on; unfit:
+    """The manifest's entry `feedback`. key: everything that decides the result: the settings and,
+    per source, the SHA-256 of every file read; acceptance, cost: by depth from 1 on; unfit:
     verifications left out."""
 
     key: dict[str, object]
@@ -101,7 +100,7 @@ class FeedbackManifest(AnswersManifest):
 
 @dataclass
 class Document:
-    """One answer (a row of `SHARD_SCHEMA`) with what is known of it."""
+    """One answer (a row of `SHARD_SCHEMA`) with its evidence."""
 
     row: AnswerRow
     tokens: NDArray[np.int32]
@@ -122,7 +121,7 @@ class AnswerSource:
     records: Path | None
 
     def check(self, info: TargetInfo) -> dict[str, str]:
-        """Name -> SHA-256 of what is read; raises `UserError` for damage or another target."""
+        """Name -> SHA-256 of each file read; raises `UserError` for damage or another target."""
         files = VerificationRecords(self.records, info).files
         if self.answers is not None:
             checked_shards(self.answers, info)
@@ -182,13 +181,13 @@ def build(
     *,
     info: TargetInfo | None = None,
 ) -> FeedbackManifest:
-    """Write the answers with what their records teach to `out` and return the manifest; what is
-    complete there is left alone.
+    """Write the answers with weights from their records to `out` and return the manifest; a
+    complete result there is left as it is.
 
-    records: folders of records, the first of the first folder of answers and so on; one that is not
-    there says nothing, and answers without records weigh 1. info: the target, needed where
-    config.sequences takes documents from records alone. Call it in the main process only. Raises
-    `UserError` for damaged input, input of several targets, or when nothing is left to train on.
+    records: folders of records, the first for the first folder of answers and so on; one may be
+    missing, and answers without records weigh 1. info: the target, needed if config.sequences takes
+    documents from records alone. Call it in the main process only. Raises `UserError` for damaged
+    input, input of several targets, or if nothing is left to train on.
     """
     sources, info, facts = _open(records, answers, config, info)
     settings = json.loads(json.dumps(asdict(config)))
@@ -350,7 +349,7 @@ class _Writer:
         return pa.schema([*SHARD_SCHEMA, *fields])
 
     def add(self, document: Document) -> None:
-        """Take a document; what is left of it waits for its shard."""
+        """Take a document; the part of it that is kept waits for its shard."""
         self._note_prompt(document)
         row, length = document.row.copy(), len(document.tokens)
         mask = replay_mask(document.evidence, document.supervised, self.config)

@@ -1,4 +1,4 @@
-"""Whether a kind heeds the weights that it is trained with."""
+"""The check that a kind's loss uses the weights that it is trained with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from heads.api.errors import UserError
 def require_weighed(
     drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool
 ) -> None:
-    """Raise `UserError` when the loss of `batch`, whose tokens or roots have weights, does not
-    become 0 where all these are."""
+    """Raise `UserError` if the loss of `batch`, whose tokens or roots have weights, does not become
+    0 when all of these are 0."""
     silent = {}
     if batch.weights is not None:
         silent["weights"] = replace(batch, weights=torch.zeros_like(batch.weights))

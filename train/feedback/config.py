@@ -1,5 +1,4 @@
-"""Which uses are made of records. Each is a switch; with all of them off, answers stay as they
-are."""
+"""The uses of records. Each is a switch; if all of them are off, answers stay as they are."""
 
 from __future__ import annotations
 

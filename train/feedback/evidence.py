@@ -1,10 +1,10 @@
-"""What the records of verifications say of each token of a document: whether its draft was right,
-at which depth, and with which probability.
+"""The evidence of records of verifications for each token of a document: whether its draft was
+right, at which depth, and with which probability.
 
-A verification begins at its root; the token d positions behind it was tested at depth d, up to the
-first error. Each token of an answer stands behind exactly one root, so that it was tested once at
-most. An answer's first token was not tested, nor was the token that the target adds behind a draft
-of which nothing was rejected.
+A verification begins at its root; the token d positions after it was tested at depth d, up to the
+first error. Each token of an answer comes after exactly one root, so it was tested at most once. An
+answer's first token was not tested, nor was the token that the target adds after a draft of which
+nothing was rejected.
 
 Legend: N tokens of a document.
 """
@@ -47,10 +47,10 @@ COLUMNS = tuple(Verification.__annotations__)
 
 @dataclass
 class TokenEvidence:
-    """Of one document. depth [N] int16: at which depth a token was tested (0: it was not); failed
-    [N] bool: it was the first error there; chance [N] float32: the chance that rejection sampling
-    would have kept it, min(1, q / p) (1 where not tested); roots [N] int16: error depth of the
-    draft behind a root, -1 where nothing failed, 0 where no draft began; passes, committed:
+    """The evidence of one document. depth [N] int16: the depth at which a token was tested (0: it
+    was not); failed [N] bool: it was the first error there; chance [N] float32: the chance that
+    rejection sampling would have kept it, min(1, q / p) (1 if not tested); roots [N] int16: error
+    depth of the draft behind a root, -1 if nothing failed, 0 if no draft began; passes, committed:
     verifications, and tokens that they committed within the document; unfit: verifications that do
     not fit the document.
     """
@@ -72,11 +72,12 @@ class TokenEvidence:
 def evidence_of(
     tokens: NDArray[np.int32], rows: list[Verification], rule: str = "match"
 ) -> TokenEvidence:
-    """What the verifications `rows` of one sequence say of its tokens [N]. One that the tokens
-    contradict is left out and counted: it is of another answer to the same prompt.
+    """The evidence of the verifications `rows` of one sequence for its tokens [N]. A verification
+    that the tokens contradict is left out and counted: it belongs to another answer to the same
+    prompt.
 
-    rule: what decided above temperature 0. The other rules have applied the chance already, so
-    that it is 0 for a draft that they refused.
+    rule: the acceptance rule above temperature 0. Rules other than `match` have already applied the
+    chance, so it is 0 for a draft that they rejected.
     """
     found, length = TokenEvidence.nothing(len(tokens)), len(tokens)
     for row in rows:
@@ -102,15 +103,15 @@ def evidence_of(
 
 
 def _chance(log_q: float | None, log_p: float | None) -> float:
-    """min(1, q / p); without a distribution of the drafter: 0, since it gave this token no chance
-    that anybody knows of."""
+    """min(1, q / p); 0 without a distribution of the drafter, whose probability for this token is
+    then unknown."""
     if log_q is None or log_p is None:
         return 0.0
     return math.exp(min(0.0, log_q - log_p))
 
 
 class VerificationRecords:
-    """The verifications of a folder by sequence. A folder that is not there is empty. Raises
+    """The verifications of a folder by sequence. A missing folder counts as empty. Raises
     `UserError` for damaged records, or those of a target with another tokenizer."""
 
     def __init__(self, folder: Path | None, info: TargetInfo) -> None:

@@ -50,15 +50,14 @@ class Variation(TypedDict):
 
 @dataclass(frozen=True)
 class Frame:
-    """What the chat template writes before and behind a single user's text, as token ids."""
+    """The token ids that the chat template writes before and after a single user's text."""
 
     head: tuple[int, ...]
     tail: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Any, arguments: Mapping[str, object] | None = None) -> Frame:
-        """From two renderings: what they begin and end with alike. arguments: the template's
-        own."""
+        """The common beginning and end of two renderings. arguments: those of the template."""
         one, two = (
             render_prompt(tokenizer, [{"role": "user", "content": text}], None, arguments)
             for text in PROBES
@@ -92,9 +91,9 @@ def write_variations(
     returns how many there are.
 
     folders: pairs of answers and the records of their verifications. known: files of earlier
-    variations; neither these nor the prompts themselves are written again, nor are texts that do
-    not end. arguments: the chat template's. A line has `id`, `domain` (that of the prompt it begins
-    like) and `tokens`. Raises `UserError` for damaged input.
+    variations; neither these nor the prompts themselves are written again. Texts that do not end
+    are left out. arguments: the chat template's. A line has `id`, `domain` (that of the prompt with
+    whose tokens it begins) and `tokens`. Raises `UserError` for damaged input.
     """
     frame = Frame.of(target.tokenizer, arguments)
     prompts = list(_prompts(folders, target, frame))
@@ -138,9 +137,9 @@ def _write(
     wanted: int,
     arguments: Mapping[str, object] | None,
 ) -> Iterator[Variation]:
-    """What the target writes, in order; `wanted` texts are begun, those that do not end or hold
-    special tokens are left out. They are tokenised anew, as a user's text is: a model's own tokens
-    need not be those that the tokenizer chooses."""
+    """The texts that the target writes, in order. `wanted` texts are started; those that do not end
+    or that hold special tokens are left out. They are tokenised again, as a user's text is, because
+    a model's own tokens need not be those that the tokenizer chooses."""
     draw = random.Random(f"variations {seed}")
     chosen = draw.choices(prompts, [item.cost for item in prompts], k=wanted)
     requests = []

@@ -1,19 +1,20 @@
-"""From what records say of tokens to how much each counts in the loss.
+"""Weights of tokens in the loss, from the evidence of records.
 
-An error at depth d costs what would have followed: with a_j the share of tests at depth j that were
-passed, a draft that is right at d goes on for
+An error at depth d costs the tokens that would have followed: with a_j the share of tests at depth
+j that were passed, a draft that is right at d continues for
 
     v_d = 1 + a_{d+1} + a_{d+1} a_{d+2} + ...
 
-tokens up to the deepest level (the token itself included). A token whose draft was refused at depth
-d weighs 1 + error_weight (1 - c) v_d / v_1, c being the chance min(1, q / p) that rejection
-sampling would have kept it; all others 1. The same for roots: 1 + root_weight v_d / v_1 where the
-draft failed at depth d. What a domain loses is its share of the traffic times (1 / tau - 1 / best
-tau that drafts of this length can have); it weighs by that over its share of the supervised tokens.
+tokens up to the deepest level (the token itself included). A token whose draft was rejected at
+depth d weighs 1 + error_weight (1 - c) v_d / v_1, c being the chance min(1, q / p) that rejection
+sampling would have kept it; all others weigh 1. Likewise, a root weighs 1 + root_weight v_d / v_1
+if its draft failed at depth d. The loss of a domain is its share of the traffic times (1 / tau - 1
+/ best tau that drafts of this length can have); the domain weighs by that over its share of the
+supervised tokens.
 
 Every weight is then divided by the mean over all supervised tokens, so that the loss keeps its
-scale. These means follow from sums that one pass over the records gives (`WeightTotals`); no weight
-is held in memory.
+scale. These means follow from sums of one pass over the records (`WeightTotals`); no weight is held
+in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import TokenEvidence
 
 DEEPEST = 512
-"""More than any drafted chain or tree is deep."""
+"""More than the depth of any drafted chain or tree."""
 
 
 def _by_depth() -> NDArray[np.float64]:
@@ -61,7 +62,7 @@ class WeightTotals:
     errors: int = 0
 
     def add(self, domain: str, found: TokenEvidence, supervised: NDArray[np.bool_]) -> None:
-        """Take one document; supervised [N] bool: as it will be trained."""
+        """Add one document; supervised [N] bool: as in the training."""
         at = self.domains[domain]
         at.supervised += int(supervised.sum())
         at.passes += found.passes
@@ -83,7 +84,7 @@ class WeightTotals:
         return int(places[-1]) if len(places) else 0
 
     def going_on(self) -> NDArray[np.float64]:
-        """v_d / v_1 [DEEPEST] by depth; 0 where nothing was tested."""
+        """v_d / v_1 [DEEPEST] by depth; 0 if nothing was tested."""
         found = _by_depth()
         shares = np.divide(self.passed, self.tested, out=_by_depth(), where=self.tested > 0)
         for depth in range(self.deepest, 0, -1):
@@ -93,8 +94,8 @@ class WeightTotals:
 
 @dataclass(frozen=True)
 class Weighing:
-    """How weights are made, once everything was tallied. cost [DEEPEST]: v_d / v_1; factors: domain
-    -> factor."""
+    """The computation of weights from the totals. cost [DEEPEST]: v_d / v_1; factors: domain ->
+    factor."""
 
     config: FeedbackConfig
     cost: NDArray[np.float64]
@@ -104,7 +105,7 @@ class Weighing:
 
     @classmethod
     def of(cls, config: FeedbackConfig, tally: WeightTotals) -> Weighing:
-        """The weighing that gives tokens, and roots, a mean of 1 over all that is supervised."""
+        """The weighing that gives tokens and roots a mean of 1 over all supervised tokens."""
         cost, factors, domains = tally.going_on(), domain_factors(config, tally), tally.domains
         plain = cls(config, cost, factors, 1.0, 1.0)
         tokens = max(1, sum(one.supervised for one in domains.values()))
@@ -164,9 +165,9 @@ def domain_factors(config: FeedbackConfig, tally: WeightTotals) -> dict[str, flo
 def replay_mask(
     found: TokenEvidence, supervised: NDArray[np.bool_], config: FeedbackConfig
 ) -> NDArray[np.bool_]:
-    """Which of the supervised tokens [N] stay so in replay: first errors, the drafts that they end
-    from their roots on, and what is near. (A block is drafted from its root, so a head that drafts
-    blocks sees the error only where the root counts.) A document without records keeps all."""
+    """The supervised tokens [N] that replay keeps: first errors, the drafts that they end from
+    their roots on, and tokens nearby. (A block is drafted from its root, so a head that drafts
+    blocks sees the error only if the root counts.) A document without records keeps all."""
     if not config.replay or not found.passes:
         return supervised
     near = np.zeros(len(supervised), dtype=bool)

@@ -1,1 +1,1 @@
-"""The generate stage: the target answers prompts, and its answers become training data."""
+"""The stage `generate`: the target answers prompts, and its answers become training data."""

@@ -1,4 +1,4 @@
-"""What a generation is asked for: `generate.*`, and the job that a process works on."""
+"""The settings of a generation (`generate.*`), and the job that a process works on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """What was asked for, and this process's place among the others."""
+    """The requested generation, and this process's place among the others."""
 
     config: GenerateConfig
     data: DataConfig

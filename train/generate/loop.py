@@ -1,7 +1,7 @@
 """Answers all rows of a generation, a window of them in memory at a time.
 
-In a window, prompts of similar length are decoded together (longest first). Conversations of which
-all turns are answered go round after round: each answer is context of the next.
+In a window, prompts of similar length are decoded together (longest first). Conversations with
+several turns to answer are answered in rounds: each answer is context of the next.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class OwnDecoder:
 
 
 def load_target(job: GenerateJob) -> AnyTarget:
-    """The target, with its weights only when our own decoder is to run it."""
+    """The target, with its weights only if our own decoder runs it."""
     if job.config.answers == "sample" and backend_of(job.decode) == "own" and job.backend is None:
         return TargetModel.load(own_device(job.target, job.state))
     return TargetFacts.load(job.target)
 
 
 def open_backend(job: GenerateJob, target: AnyTarget) -> Backend:
-    """Whoever samples, ready to; raises `UserError` when it cannot be used."""
+    """The backend, ready to sample; raises `UserError` if it cannot be used."""
     if job.backend is not None:
         return job.backend
     if isinstance(target, TargetModel):
@@ -109,7 +109,7 @@ class Answering:
 
     @property
     def backend(self) -> Backend:
-        """Opened when the first request is there: rows that need none need no engine."""
+        """The backend, opened at the first request: rows without requests need no engine."""
         if self._backend is None:
             job, config = self.job, self.job.config
             self._backend = backend = open_backend(job, self.target)
@@ -132,7 +132,7 @@ class Answering:
             self.job.watch("answer", self.seen)
 
     def _start(self, window: list[Row | SkippedRow]) -> dict[int, Talk]:
-        """The rows of a window that need answers, by index; the others are written at once."""
+        """The rows of a window that need answers, by index; other rows are written at once."""
         talks: dict[int, Talk] = {}
         for row in window:
             try:
@@ -149,7 +149,7 @@ class Answering:
         return talks
 
     def _round(self, talks: Mapping[int, Talk]) -> dict[int, Talk]:
-        """Ask for one turn of each row; the rows that have more of them."""
+        """Answer one turn of each row; returns the rows that have more turns."""
         requests: list[Request] = []
         for talk in talks.values():
             try:
@@ -168,7 +168,7 @@ class Answering:
                 talk.take(outcome)
                 done = talk.done
             except BadRowError:
-                done = True  # its words leave no context for the next turn; those it has are good
+                done = True  # its tokens leave no room for the next turn; its own turns are good
             if self._records is not None:
                 self._records.take(talk, outcome)
             if done:
@@ -193,8 +193,8 @@ def sample_answers(engine: Engine, requests: Iterable[Request]) -> Iterator[Comp
                 del waiting[completion.request.index]
                 yield completion
         except UserError:
-            # One of them is at fault; the engine does not say which in a form to rely on, so they
-            # are tried alone up to that one.
+            # One of them is at fault, but the engine does not reliably say which. So they are tried
+            # one by one up to that one.
             yield from _until_refused(engine, waiting)
 
 
@@ -211,5 +211,5 @@ def _until_refused(engine: Engine, waiting: dict[int, Request]) -> Iterator[Comp
 
 
 def console_of(quiet: bool = False) -> Console:
-    """Where progress and results for people go."""
+    """The console for progress and results."""
     return make_console(stderr=True, quiet=quiet, markup=False, highlight=False)

@@ -1,15 +1,16 @@
 """`headstart generate`: the target answers prompts, and its answers become the training data.
 
-Rows come from one dataset or a mixture; they are read once, and what repeats an earlier row or a
-held-out prompt is left out (`train/data/ingest.py`). Answers are sampled by our own decoder,
+Rows come from one dataset or a mixture. They are read once, and rows that repeat an earlier row or
+a held-out prompt are left out (`train/data/ingest.py`). Answers are sampled by our own decoder,
 optionally sped up by a drafter, by servers that return token ids, or by vLLM in this process. With
-our decoder an answer depends on its prompt, the sampling settings and the prompt's own seed, not on
-processes, order or batch, as far as the target's arithmetic allows: in float32 a batch may round
-differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are common.
+our decoder, an answer depends on its prompt, the sampling settings and the prompt's own seed. It
+does not depend on processes, order or batch, as far as the target's arithmetic allows: in float32 a
+batch may round differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are
+common.
 
 Several processes (`accelerate launch`, `torchrun`) share the rows; each writes its own part files,
-see `train/data/answers.py`. Running the same command again continues, and repeats nothing that was
-written; another configuration in the same folder is refused.
+see `train/data/answers.py`. Running the same command again continues the generation and repeats
+nothing that was written. Another configuration in the same folder is refused.
 """
 
 from __future__ import annotations
@@ -81,11 +82,10 @@ def generate(
     accepted: Callable[[], None] = lambda: None,
 ) -> AnswersManifest:
     """Answer every row of `data` and return the manifest in `out`; continues an interrupted run of
-    the same settings. Call it in every process of a launch. backend: who samples, instead of what
-    `decode` says; watch: called with the progress of each phase; accepted: called once `out` has
-    turned out to be of these settings, before anything of it is replaced. Raises `UserError` for an
-    unusable source or target, for another configuration's folder, or when nothing could be
-    answered."""
+    the same settings. Call it in every process of a launch. backend: samples instead of the one in
+    `decode`; watch: called with the progress of each phase; accepted: called once `out` is known to
+    be of these settings, before anything in it is replaced. Raises `UserError` for an unusable
+    source or target, for another configuration's folder, or if nothing could be answered."""
     if config.records.enabled:
         require_drafts(decode, config.drafter)
     job = GenerateJob(config, data, decode, target, out, join_processes(target), backend, watch)
@@ -117,8 +117,8 @@ def generate(
 
 
 def show_sample(manifest: AnswersManifest, out: Path, target: AnyTarget) -> None:
-    """Print how much of the answers will be learned from, and a coloured sample: a wrong chat
-    template shows there."""
+    """Print the supervised share of the answers, and a coloured sample in which a wrong chat
+    template shows."""
     shards = [out / entry["file"] for entry in manifest["shards"][:1]]
     rows = islice(weighted_documents(shards, target.info), REPORTED_DOCUMENTS)
     documents = [(tokens, spans) for tokens, spans, _ in rows]
@@ -128,8 +128,8 @@ def show_sample(manifest: AnswersManifest, out: Path, target: AnyTarget) -> None
 
 
 def read_accepted(job: GenerateJob, target: AnyTarget) -> Input:
-    """The input, with what it replaces left alone until the folder's answers turn out to be of
-    these settings: prompts that were held out of them are in it; raises `UserError` otherwise."""
+    """The input. The files that it replaces, which include prompts held out of the answers, stay
+    until the folder's answers are known to be of these settings; raises `UserError` otherwise."""
     folder, held_out = job.out / INPUT, load_held_out(job.data)
     if not (job.out / SETTINGS).is_file() or is_input_of(folder, job.data, held_out):
         return read_input(job, target, folder)
@@ -140,7 +140,7 @@ def read_accepted(job: GenerateJob, target: AnyTarget) -> Input:
 
 
 def read_input(job: GenerateJob, target: AnyTarget, folder: Path, again: bool = False) -> Input:
-    """Read the sources once into `folder` and say what was left out. again: once more, quietly."""
+    """Read the sources once into `folder` and print what was left out. again: repeat, silently."""
     console = console_of(again)
     held_out = load_held_out(job.data)
 
@@ -163,7 +163,7 @@ def read_input(job: GenerateJob, target: AnyTarget, folder: Path, again: bool = 
         fits=lambda prompt: is_answerable(job, target, prompt),
     )
     for source in read.report["sources"]:
-        # Folders of earlier versions do not say how their rows were read.
+        # Folders of earlier versions do not record how their rows were read.
         if "read_as" in source:
             line = f"data: {source['rows']} rows of {source['read_as']}"
             console.print(f"{line}; {use_of(job, source['kind'])}", soft_wrap=True)
@@ -201,7 +201,7 @@ def held_out_of_few(data: DataConfig, read: Input) -> str:
 
 
 def use_of(job: GenerateJob, kind: str) -> str:
-    """What becomes of the rows of a kind (`train.data.forms`), in words."""
+    """The use of the rows of a kind (`train.data.forms`), in words."""
     plain = kind == "text"
     if job.config.answers == "dataset":
         return "all of it is learned" if plain else "the answers in it are kept"
@@ -212,7 +212,7 @@ def use_of(job: GenerateJob, kind: str) -> str:
 
 
 def is_answerable(job: GenerateJob, target: AnyTarget, prompt: Prompt) -> bool:
-    """Whether the target's template takes a prompt, and its positions hold it with an answer."""
+    """Whether the target's template accepts a prompt, and its positions hold it with an answer."""
     room = target.info.max_position_embeddings - job.decode.max_new_tokens
     try:
         length = len(prompt.render(target.tokenizer))
@@ -222,7 +222,7 @@ def is_answerable(job: GenerateJob, target: AnyTarget, prompt: Prompt) -> bool:
 
 
 def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
-    """Everything an answer depends on: batch size, drafter, processes and paths may change."""
+    """All settings an answer depends on; batch size, drafter, processes and paths may change."""
     template = str(model.tokenizer.chat_template or "")
     settings: dict[str, Any] = {
         "answers": job.config.answers,
@@ -272,7 +272,7 @@ def prepare_output(
         drop_unanswered(out)
     done = np.zeros(total, dtype=bool)
     found = answers.read_done(out)
-    # others are refused when all is put together
+    # others are refused when the parts are merged
     done[found[(found >= 0) & (found < total)]] = True
     return done
 
@@ -304,7 +304,7 @@ def finished_manifest(out: Path) -> AnswersManifest | None:
 
 
 def _unusual(data: DataConfig) -> dict[str, object]:
-    """Settings of rendering that are not the defaults: those that older versions did not have."""
+    """Settings of rendering that differ from the defaults; older versions did not have them."""
     names = ("supervise", "reasoning", "template_arguments", "max_tokens", "truncate")
     usual = asdict(DataConfig("-"))
     chosen = asdict(data)

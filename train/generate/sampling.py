@@ -1,4 +1,4 @@
-"""How answers are sampled, and by whom: our decoder, servers, or vLLM in this process."""
+"""How answers are sampled, and where: by our decoder, servers, or vLLM in this process."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class SamplingConfig(DecodeConfig):
 
 
 def backend_of(decode: DecodeConfig) -> str:
-    """Who decodes; a plain decode configuration means our own decoder."""
+    """The backend that decodes; a plain decode configuration means our own decoder."""
     return decode.chosen_backend if isinstance(decode, SamplingConfig) else "own"
 
 
 def sampling_of(decode: DecodeConfig) -> dict[str, object]:
-    """What of a decode configuration decides the text, the backend included: seeds differ there."""
+    """The settings that decide the text, including the backend, because seeds differ there."""
     backend = backend_of(decode)
-    # as it is read back: lists, not tuples
+    # in the form in which it is read back: lists, not tuples
     settings = json.loads(json.dumps(asdict(decode.sampling())))
     return {
         **settings,

@@ -1,9 +1,9 @@
 """Hidden states that vLLM servers leave with an answer (`sampling.states`), kept beside it.
 
 A request with `include_output_tokens` makes vLLM's connector of hidden states (docs/features.md)
-write the states of prompt and answer. They are read as soon as the answer is there, checked against
-its tokens, and kept under the document's name (train/data/states.py). Its last state and the last
-token's log-probability are compared where the states are used, by who has the LM head.
+write the states of prompt and answer. They are read as soon as the answer arrives, checked against
+its tokens, and kept under the document's name (train/data/states.py). The last state and the last
+token's log-probability are compared later, by the process that uses the states and has the LM head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from train.generate.backends.protocols import Json
 from train.generate.sampling import SamplingConfig
 
 ASKED: Json = {"kv_transfer_params": {"include_output_tokens": True}, "logprobs": 1}
-"""What a request says to have them."""
+"""The parameters with which a request asks for them."""
 ADVICE = (
     "Start vLLM with the method extract_hidden_states and a connector of hidden states "
     "(docs/features.md has the command line), with sampling.state_layers as its layers."
@@ -33,7 +33,7 @@ ADVICE = (
 
 
 class _Left(BaseModel):
-    """What is read of an answer."""
+    """The part of an answer that is read."""
 
     path: str = Field(validation_alias=AliasPath("kv_transfer_params", "hidden_states_path"))
     logprob: float = Field(
@@ -42,13 +42,13 @@ class _Left(BaseModel):
 
 
 class StatesKeeper:
-    """Keeps states in the responses' folder `out`. Threads share it. stopped: whether to give up
+    """Keeps states in the responses' folder `out`. Threads share it. stopped: says whether to stop
     waiting for a file."""
 
     def __init__(
         self, sampling: SamplingConfig, info: TargetInfo, out: Path, stopped: Callable[[], bool]
     ) -> None:
-        """Raises `UserError` for layers that are not the target's, or without its last one."""
+        """Raises `UserError` for layers that the target does not have, or without its last one."""
         layers = list(sampling.state_layers)
         if layers != sorted(set(layers)) or not layers or layers[-1] != info.num_layers:
             raise UserError(
@@ -66,8 +66,8 @@ class StatesKeeper:
         return f"{self._name}{next(self._numbers)}"
 
     def keep(self, answer: Json, completion: Completion) -> None:
-        """Read what the server left for an answer, and keep it. Raises `UserError` for a server
-        that leaves nothing, or other layers; `FailureError` for a file that is not whole."""
+        """Read and keep the states that the server left for an answer. Raises `UserError` for a
+        server that leaves none, or other layers; `FailureError` for an incomplete file."""
         try:
             left = _Left.model_validate(answer)
         except ValidationError as error:
@@ -87,5 +87,5 @@ class StatesKeeper:
         write_states(self.out, tokens, states, left.logprob)
 
     def close(self) -> None:
-        """Delete what requests left that nobody waits for."""
+        """Delete files of requests that are no longer waited for."""
         sweep(self.folder, self._name)

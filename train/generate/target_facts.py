@@ -1,4 +1,4 @@
-"""What rendering prompts needs of a target, without its weights."""
+"""The parts of a target that rendering prompts needs, without its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TargetFacts:
 
     @classmethod
     def load(cls, config: TargetConfig) -> TargetFacts:
-        """Read configuration and tokenizer; raises `UserError` for what cannot be a target."""
+        """Read configuration and tokenizer; raises `UserError` for a model that is no target."""
         described, tokenizer = loading.checked_config(config), loading.load_tokenizer(config)
         with torch.device("meta"):
             model = loading.model_class(described).from_config(

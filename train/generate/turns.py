@@ -1,4 +1,4 @@
-"""From rows to answers, turn by turn, sampled or brought by the dataset."""
+"""From rows to answers, turn by turn, either sampled or taken from the dataset."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Refused:
 
 
 class Backend(Protocol):
-    """Whoever samples answers: the bundled decoder, servers over HTTP, or vLLM in this process."""
+    """A source of answers: the bundled decoder, servers over HTTP, or vLLM in this process."""
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
         """An answer or a refusal per request, in finishing order."""
@@ -46,10 +46,10 @@ class Talk:
     """The conversation of one row: a request per turn to answer, each with the earlier answers
     before it.
 
-    Turns whose prompt begins with the document so far, token by token, go on in that document;
-    where a template writes earlier turns differently once others follow (it drops their reasoning,
-    say), a turn becomes a document of its own. So every supervised token is one that the target
-    sampled after exactly the tokens before it; no text is tokenised again.
+    If a turn's prompt begins with the document so far, token by token, the turn continues that
+    document. If a template writes earlier turns differently once others follow (for example, drops
+    their reasoning), the turn becomes a separate document. So the target sampled every supervised
+    token after exactly the tokens before it; no text is tokenised again.
     """
 
     def __init__(self, row: Row, target: AnyTarget, data: DataConfig, decode: DecodeConfig) -> None:
@@ -78,7 +78,7 @@ class Talk:
         return sum(map(len, self.documents[:-1]))
 
     def request(self) -> Request:
-        """The present turn's request; raises `BadRowError` or `UserError` when there is none."""
+        """The present turn's request; raises `BadRowError` or `UserError` if there is none."""
         tokens, cut = self._prompt()
         if not tokens:
             raise BadRowError("there is no prompt before the answer")
@@ -88,7 +88,7 @@ class Talk:
         return Request(self.row.index, tuple(tokens), seed, self.decode.max_new_tokens)
 
     def take(self, completion: Completion) -> None:
-        """Book the answer to the present turn and go on to the next one."""
+        """Store the answer to the present turn and move to the next one."""
         prompt, said = list(completion.request.tokens), list(completion.tokens)
         if self.documents and prompt[: len(self.documents[-1])] == self.documents[-1]:
             self.documents[-1] = prompt + said
@@ -106,7 +106,7 @@ class Talk:
         words = said[:-1] if said and said[-1] in closing_ids(tokenizer) else said
         text = str(tokenizer.decode(words, skip_special_tokens=False))
         if completion.finish != "stop" or not text.strip():
-            # what follows would continue an answer that was not finished
+            # further turns would continue an unfinished answer
             self.turn = len(self.places)
             return
         self.messages[place : place + 1] = [{"role": "assistant", "content": text}]
@@ -164,7 +164,7 @@ class Talk:
 
 
 _NEXT: Message = {"role": "assistant", "content": "."}
-"""Stands for the answer that comes next, before which the reasoning of earlier ones is dropped."""
+"""Placeholder for the next answer, before which the reasoning of earlier ones is dropped."""
 
 
 def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:
@@ -199,7 +199,7 @@ def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:
 
 
 def text_document(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:
-    """A plain text with the token that ends one: all of it is supervised but its first token."""
+    """A plain text with the end-of-text token: all tokens but the first are supervised."""
     tokens = encode_text(tokenizer, text)
     end = tokenizer.eos_token_id
     if end is not None:
@@ -212,7 +212,7 @@ def text_document(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:
 def join_documents(
     documents: Sequence[tuple[list[int], list[Span]]],
 ) -> tuple[tuple[int, ...], tuple[Span, ...], tuple[int, ...]]:
-    """Documents as one row: tokens, spans in them, where the second and later ones begin."""
+    """Documents as one row: tokens, their spans, and where the second and later ones begin."""
     tokens: list[int] = []
     spans: list[Span] = []
     parts: list[int] = []
@@ -232,7 +232,7 @@ def check_vocabulary(tokens: Sequence[int], info: TargetInfo) -> None:
 def _kept_documents(
     messages: Sequence[Message], row: Row, target: AnyTarget, data: DataConfig
 ) -> list[tuple[list[int], list[Span]]]:
-    """The conversation as one document, or one per turn where its template allows no other."""
+    """The conversation as one document, or one per turn if its template requires that."""
     extra = (row.tools, data.template_arguments)
     try:
         return [chat.render_conversation(target.tokenizer, messages, data.supervise, *extra)]

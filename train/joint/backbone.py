@@ -1,8 +1,8 @@
 """The target's layers with low-rank updates (LoRA): trained, switched off, or merged to measure.
 
-Merging replaces the weights' memory and puts the former memory back, so that a training goes on bit
-for bit; readers of the target's named tensors in between see the merged ones. Weights are [out,
-in] as `nn.Linear` holds them.
+Merging replaces the weights' memory and restores the former memory afterwards, so that a training
+continues bit for bit. Meanwhile, readers of the target's named tensors see the merged ones. Weights
+are [out, in] as `nn.Linear` holds them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ADAPTER = "default"
 
 
 class Backbone:
-    """A loaded target with trainable updates of its layers, zero at first. parameters: name ->
-    float32 weight of an update. Raises `UserError` where LoRA cannot be merged again (quantised or
-    split weights), or when `joint.modules` names no layer."""
+    """A loaded target with trainable updates of its layers, which start at zero. parameters: name
+    -> float32 weight of an update. Raises `UserError` if LoRA cannot be merged again (quantised or
+    split weights), or if `joint.modules` names no layer."""
 
     def __init__(self, target: TargetModel, config: JointConfig, seed: int) -> None:
         self.target, self.config = target, config
@@ -76,13 +76,13 @@ class Backbone:
         rank, alpha = self.config.rank, self.config.alpha
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=False)
         device = self.target.device
-        # nothing of it is kept
+        # the random values drawn here are not kept
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             inject_adapter_in_model(config, self.target.model, ADAPTER)
         self.target.model.eval()
 
     def _initialise(self, generator: torch.Generator) -> dict[str, nn.Parameter]:
-        """A with the variance of peft's uniform one, B zero; the same on every device."""
+        """A with the variance of peft's uniform one, B zero; equal on every device."""
         found: dict[str, nn.Parameter] = {}
         for name, layer in self.layers.items():
             down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
@@ -129,7 +129,7 @@ class Backbone:
         self._switch(False)
 
     def strip(self) -> None:
-        """Take the updates out of the model, which keeps its weights as they are."""
+        """Remove the updates from the model, which keeps its weights as they are."""
         for name, layer in self.layers.items():
             parent, _, own = name.rpartition(".")
             setattr(self.target.model.get_submodule(parent), own, layer.base_layer)

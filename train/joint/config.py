@@ -1,4 +1,4 @@
-"""What is said about training the target together with a drafter."""
+"""The settings of training the target together with a drafter."""
 
 from __future__ import annotations
 

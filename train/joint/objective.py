@@ -4,11 +4,11 @@
     L = KL(p_original || p_updated) + lambda(step) * (the drafter's own loss, on the updated
     target's features)
 
-The original is the same model with its updates switched off, so nothing but the answers is needed
-to stay close to it (self-distillation). While the updates are still zero only the drafter is
-trained, then lambda rises to its value. lambda stands at the features, on what flows back into the
-target; the drafter's gradient is whole at all times. With `early_exit`, whose loss reads the tap at
-its exit, this is LayerSkip's finetuning.
+The original is the same model with its updates switched off, so only the answers are needed to stay
+close to it (self-distillation). At first only the drafter is trained, while the updates are still
+zero; then lambda rises to its value. lambda scales the gradient that flows through the features
+into the target; the drafter's own gradient is never scaled. With `early_exit`, whose loss reads the
+tap at its exit, this is LayerSkip's finetuning.
 
 Legend: B rows, T positions, M selected positions, H hidden, V vocabulary, n taps.
 """
@@ -35,7 +35,7 @@ from train.joint.config import JointConfig
 from train.optim import set_rate_scale
 
 DRAFTER, UPDATES = "drafter.", "updates."
-"""How the names of the two parts begin in saved states."""
+"""Prefixes of the two parts' names in saved states."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class JointDrafter(TrainableDrafter):
         )
         for value in self.updates.values():
             set_rate_scale(value, 1.0 / config.rate_ratio)
-        # in a list: the target is no part of this module
+        # in a list, so that the target is no part of this module
         self._backbone, self._dtype = [backbone], dtype
         self._seen = FeatureSpec(drafter.needs.taps, last_hidden=True)
 
@@ -81,7 +81,7 @@ class JointDrafter(TrainableDrafter):
             original = self._features(batch)
         if weight is None:
             output = self._drafter_loss(batch, *original, 0.0)
-            # Both engines shall see a gradient of zero, not none.
+            # Both engines must get a gradient of zero, not none.
             nothing = torch.stack([value.sum() for value in self.updates.values()]).sum() * 0.0
             return LossOutput(output.loss_sum + nothing, output.metrics)
         taps, hidden = self._features(batch)
@@ -92,7 +92,7 @@ class JointDrafter(TrainableDrafter):
         )
 
     def _features(self, batch: TrainBatch) -> tuple[Tensor | None, Tensor]:
-        """taps [B, T, n, H] and last_hidden [B, T, H] of the present target, as the drafter's."""
+        """taps [B, T, n, H] and last_hidden [B, T, H] of the present target, for the drafter."""
         target = self.backbone.target
         autocast = self._dtype == torch.bfloat16 and target.dtype == torch.float32
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
@@ -164,7 +164,7 @@ def _scale(states: Tensor, weight: float) -> Tensor:
 
 
 def require_trainable_features(drafter: TrainableDrafter) -> None:
-    """Raise `UserError` for a drafter that runs target layers, without their updates, itself."""
+    """Raise `UserError` for a drafter that itself runs target layers without their updates."""
     if drafter.runs_target_layers:
         raise UserError(
             f"kind '{drafter.kind}' with layers left out cannot be trained jointly: its loss runs "

@@ -1,12 +1,12 @@
-"""`train(..., joint=...)`: a drafter and its target trained together, and what comes out of it.
+"""`train(..., joint=...)` trains a drafter and its target together, and writes both.
 
     <out>/best/            the drafter, bound to the NEW target; updates.safetensors: its updates
-    <out>/target/          the new target: a Hugging Face folder that says how far it has moved
+    <out>/target/          the new target: a Hugging Face folder that states its drift
     <out>/manifest.json    names both targets and the drift
 
 tau is measured on the target as it would be saved at that moment: merged, in its own dtype. Until
-the training is complete the drafter in best/ belongs to a target that is not on disk yet, and is
-refused by every other.
+the training is complete, the drafter in best/ belongs to a target that is not on disk yet, and no
+other target accepts it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from train.tracking.display import Display
 
 TARGET, UPDATES_FILE = "target", "updates.safetensors"
 UNFINISHED = "unfinished joint training"
-"""The revision that a drafter is bound to until its target is saved."""
+"""The revision to which a drafter is bound until its target is saved."""
 
 
 def refuse_combinations(job: TrainingJob) -> None:
-    """Raise `UserError` for settings that joint training does not go with."""
+    """Raise `UserError` for settings that cannot be combined with joint training."""
     if job.engine.name == "deepspeed" and job.engine.zero_stage == 3:
         raise UserError(
             "joint training with engine.zero_stage=3 is not supported: it would divide the "
@@ -68,7 +68,7 @@ def refuse_combinations(job: TrainingJob) -> None:
 
 
 class JointRun(Run):
-    """A `Run` whose trained module is a drafter and its target's updates."""
+    """A `Run` whose trained module holds a drafter and its target's updates."""
 
     drafter: JointDrafter
 
@@ -81,7 +81,7 @@ class JointRun(Run):
         self.drafter = JointDrafter(self.drafter, self.backbone, job.joint, job.engine.dtype)
 
     def features(self) -> Features:
-        """Tokens alone: the features are part of what is trained."""
+        """Only tokens, because the features are part of what is trained."""
         return PlainTokens(self.target.device)
 
     def as_saved(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
@@ -93,7 +93,7 @@ class JointRun(Run):
         return self.backbone.merged()
 
     def serving(self, weights: Mapping[str, Tensor]) -> TrainableDrafter:
-        """See `Run`; to be called where the target is as it will be saved."""
+        """See `Run`; call it while the target is as it will be saved."""
         own, _ = split_state(dict(weights))
         return self.fresh(type(self.drafter.drafter), own)
 
@@ -108,14 +108,14 @@ class JointRun(Run):
             super().check(weights, display)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """The drafter, bound to a target that is not there yet, and its updates."""
+        """Write the drafter, bound to a target that does not exist yet, and its updates."""
         promised = replace(self.original, id=str(self.job.out / TARGET), revision=UNFINISHED)
         with self.as_saved(weights):
             save_drafter(self.serving(weights), folder, promised)
         write_tensors(split_state(weights)[1], folder / UPDATES_FILE)
 
     def manifest(self, progress: Progress, reason: str) -> TrainOutcome:
-        """Saves the best target, binds its drafter to it and measures the drift on the way."""
+        """Save the best target, bind its drafter to it and measure the drift."""
         folder = self.job.out / TARGET
         self.backbone.load(read_tensors(self.job.out / BEST / UPDATES_FILE))
         self.backbone.merge()
@@ -138,7 +138,7 @@ class JointRun(Run):
         return {**super().manifest(progress, reason), "target": info.to_dict(), "joint": joint}
 
     def rebind(self, info: TargetInfo) -> None:
-        """Write the drafter of best/ once more, now for the target that lies on disk."""
+        """Write the drafter of best/ once more, for the target that is now on disk."""
         best = self.job.out / BEST
         weights = read_tensors(best / WEIGHTS_FILE)
         save_drafter(self.fresh(type(self.drafter.drafter), weights), best, info)

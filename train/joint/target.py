@@ -1,8 +1,8 @@
-"""A jointly trained target on disk: a Hugging Face folder that says how far it has moved.
+"""A jointly trained target on disk: a Hugging Face folder that states its drift.
 
 config.json   with an entry "headstart": original, revision, LoRA settings, drift
-README.md     the same for people
-drift.json    the measured drift alone (`inference.measure.drift`)
+README.md     the same as a model card
+drift.json    only the measured drift (`inference.measure.drift`)
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ Measure what matters for your use before you serve it.
 
 
 def save_changed_target(target: TargetModel, folder: Path) -> None:
-    """Write the model as it is now, with its tokenizer, replacing `folder` as a whole."""
+    """Write the model in its present state, with its tokenizer; replaces `folder` as a whole."""
     text = target.model.config.get_text_config()
-    # a setting of the loading, not of the model
+    # a setting of loading, not of the model
     ours = vars(text).pop("headstart_long_context", None)
     with replace_part(folder, known=("*",)) as fresh:
         target.model.save_pretrained(str(fresh))

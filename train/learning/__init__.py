@@ -1,2 +1,2 @@
-"""Learning from a running server's traffic: sampled answers become a short training, its candidate
-is compared within the server, and taken or not (docs/learning.md)."""
+"""Learning from a running server's traffic: a short training on sampled answers produces a
+candidate, which is compared within the server and then taken or rejected (docs/learning.md)."""

@@ -1,40 +1,42 @@
-"""Is a candidate better than the drafter that serves? The test by betting of `headstart watch` on a
-trial's answers.
+"""The test whether a candidate is better than the drafter that serves: the test by betting of
+`headstart watch` on a trial's answers.
 
-An observation is an answer's acceptance x = a / n, the drafted tokens that its first n verify
-passes accepted: every answer counts alike, however long it is. With r the mean of x over the
-traffic for the drafter, q for the candidate, and the e-values of `inference.staleness.evidence`
-(P = 1), the candidate is better once
+An observation is an answer's acceptance x = a / n, with a the drafted tokens that its first n
+verify passes accepted; every answer has the same weight, however long it is. With r the mean of x
+over the traffic for the drafter, q for the candidate, and the e-values of
+`inference.staleness.evidence` (P = 1), the candidate is better once
 
     E = min over s of  below(s; drafter's answers) above(s; candidate's answers)  >=  1 / alpha.
 
-For a candidate that is not better, q <= r, both factors are e-values at s = r, and so is their
-product, since which drafter an answer gets is drawn independently of everything else. So P(E ever
-reaches 1 / alpha) <= alpha, however often one looks (Ville's inequality). A trial that a restarted
+For a candidate that is not better, q <= r, both factors are e-values at s = r. So is their product,
+because the drafter of an answer is drawn independently of everything else. So P(E ever reaches 1 /
+alpha) <= alpha, however often the learner looks (Ville's inequality). A trial that a restarted
 server has lost begins anew; its k-th try has alpha = error_rate 2^-k, which together stay below
-error_rate. The same with both exchanged shows that a candidate is worse.
+error_rate. The same test with both exchanged shows that a candidate is worse.
 
-No client decides alone. With k_i the answers of client i in an arm, min(k_i, c) of them count, the
-first ones, c being the largest number with which no client exceeds its share of either arm
-(`train.learning.traffic.client_limit`); the others wait, and count once c has grown. What has
-counted stays: with the first answer of a second client, those of the first are not taken back.
+No client decides alone. With k_i the answers of client i in an arm, the first min(k_i, c) of them
+count, c being the largest number with which no client exceeds its share of either arm
+(`train.learning.traffic.client_limit`); the others wait, and count once c has grown. An answer that
+has counted stays: when a second client's first answer arrives, the first client's answers are not
+taken back.
 
-The limit leaves the argument whole, because neither who drafts nor what counts looks at what was
-accepted. The arm is drawn under a key that no client knows (`inference.server.trial`), and which
-answers count follows from the clients of all answers alone. Given these clients, with r_t and q_t
-the means of the answers that count, r and q their averages over what has counted so far,
+The argument holds with this limit, because neither the choice of the drafter nor the choice of the
+answers that count depends on acceptance. The arm is drawn under a key that no client knows
+(`inference.server.trial`), and which answers count follows only from the clients of all answers.
+Given these clients, with r_t and q_t the means of the answers that count, and r and q their
+averages over all answers that have counted so far,
 
     E[below(s)] <= mean over c of prod over t of 1 - c (r_t - s) / (D - s) <= 1  for s <= r,
 
 by the inequality of arithmetic and geometric means, and E[above(s)] <= 1 for s >= q. So at every
-look the chance that a candidate with q <= r has reached 1 / alpha is at most alpha (Markov). Over
-all looks together this is proven where clients come as draws from one traffic; for limits that bite
+look the chance that a candidate with q <= r has reached 1 / alpha is at most alpha (Markov). For
+all looks together this is proven if clients are draws from one traffic. For limits that take effect
 while clients differ, and for drifting traffic, the tests simulate it.
 
-A server that tries no candidates has them compared on held-out prompts, each decoded with both
-drafters (`paired`). With d_t the candidate's acceptance less the drafter's on prompt t, and D the
+For a server that tries no candidates, both drafters decode the same held-out prompts (`paired`).
+With d_t the candidate's acceptance less the drafter's on prompt t, and D the
 depth, the mean over stakes c of prod over t of 1 + c d_t / D is an e-value for a candidate with
-E[d] <= 0, since -D <= d_t <= D; it is looked at once.
+E[d] <= 0, since -D <= d_t <= D. It is evaluated once.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ BETTER, WORSE, OPEN = "better", "worse", "open"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial shows so far. evidence, against: natural logarithms of the e-values that the
-    candidate is better, and worse; needed: where one of them decides; pairs: answers that count,
-    of the arm with fewer; answers: all of them, likewise; acceptance: mean of the drafter's and the
-    candidate's answers that count."""
+    """The result of a trial so far. evidence, against: natural logarithms of the e-values that the
+    candidate is better, and worse; needed: the value at which one of them decides; pairs: answers
+    that count, of the arm with fewer; answers: all answers, likewise; acceptance: mean of the
+    drafter's and the candidate's answers that count."""
 
     verdict: str
     evidence: float
@@ -79,7 +81,7 @@ def needed_evidence(error_rate: float, attempt: int) -> float:
 def paired(
     before: Sequence[float], after: Sequence[float], depth: int, error_rate: float
 ) -> Outcome:
-    """What both drafters' acceptances on the same prompts show; see the module."""
+    """The outcome of both drafters' acceptances on the same prompts; see the module."""
     gains = (np.asarray(after) - np.asarray(before)) / depth
     better, worse = (
         float(log_mean(np.log1p(sign * SHARES[:, None] * gains).sum(1, keepdims=True))[0])
@@ -92,8 +94,8 @@ def paired(
 
 
 class TrialTest:
-    """The test of one trial, which is given the trial's state as it grows. needed: see `Outcome`;
-    depth: of the trial; client_share: largest share of one client."""
+    """The test of one trial, which gets the trial's growing state. needed: see `Outcome`; depth:
+    of the trial; client_share: largest share of one client."""
 
     def __init__(self, needed: float, depth: int, client_share: float) -> None:
         self.needed, self.share = needed, client_share
@@ -101,7 +103,7 @@ class TrialTest:
         self._current, self._candidate = Arm(grid), Arm(grid)
 
     def look(self, state: TrialState) -> Outcome:
-        """Take the answers that are new since the last look, and say what is shown."""
+        """Take the answers that are new since the last look, and return what is shown."""
         arms = self._current, self._candidate
         for arm, own in zip(arms, (state.current, state.candidate), strict=True):
             arm.see(own)
@@ -128,13 +130,13 @@ class Arm:
         self._waiting: dict[int, deque[ArmAnswer]] = defaultdict(deque)
 
     def see(self, arm: ArmState) -> None:
-        """Look at the answers that are new."""
+        """Read the new answers."""
         for one in arm.answers[self.seen :]:
             self._waiting[one.client].append(one)
         self.seen = len(arm.answers)
 
     def limit(self, share: float) -> int:
-        """Answers that one client gives at most."""
+        """The largest number of answers of one client."""
         counts = [self.taken[client] + len(own) for client, own in self._waiting.items()]
         return client_limit(counts, share, self.seen)
 

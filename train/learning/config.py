@@ -1,4 +1,4 @@
-"""What is learnt from a server's traffic, with how much, and when a candidate is taken."""
+"""The settings of learning from a server's traffic."""
 
 from __future__ import annotations
 

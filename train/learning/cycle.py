@@ -1,22 +1,23 @@
-"""The learner: one step after the other, each of which ends with a line of the journal.
+"""The learner: a sequence of steps, each of which ends with a line of the journal.
 
     traffic*  ->  collected  ->  weighed  ->  trained  ->  measured  ->  trial  ->  compared
                                                                           ->  swapped | rejected
 
-A server that tries no candidates has no line `trial`: there, what the held-out prompts have shown
-decides (`train.learning.engine`).
+A server that tries no candidates has no line `trial`: the held-out prompts decide
+(`train.learning.engine`).
 
-What comes next follows from the journal's last line of the cycle alone, and every step may be done
-again from its beginning: a learner that was killed between two lines repeats the step that has no
-line yet, and no other one. Folders that a step has left unfinished are continued (training) or
-written over. The swap itself is one call of the server, which has the candidate afterwards or has
-not; a learner that does not know asks. A candidate whose comparison ends open, with the higher tau
-so far, does not serve, but the next cycle goes on from it: small gains add up until one is shown.
+The next step follows only from the journal's last line of the cycle, and every step can be repeated
+from its beginning. A learner that was killed between two lines repeats the step that has no line
+yet, and no other. Folders that a step left unfinished are continued (training) or overwritten. The
+swap itself is one call of the server, which afterwards has the candidate or has not; a learner that
+does not know asks the server. If a candidate's comparison ends open and its tau is higher so far,
+the candidate does not serve, but the next cycle continues from it: small gains add up until one is
+shown.
 
     <folder>/journal.jsonl     see `train.learning.journal`
     <folder>/traffic/          samples (`inference.server.samples`)
     <folder>/cycles/0003/      the work of a cycle; removed at its end
-    <folder>/drafters/0003/    its candidate; kept while it serves or a cycle goes on from it, and
+    <folder>/drafters/0003/    its candidate; kept while it serves or a cycle continues from it, and
                                `learn.keep` in all
     <folder>/learn.html        tau over time
 """
@@ -53,24 +54,23 @@ CRASHED = "crashed"
 ENDS = (SWAPPED, REJECTED)
 STEPS = (COLLECTED, WEIGHED, TRAINED, MEASURED, TRIAL, COMPARED, *ENDS)
 MOST_CRASHES = 3
-"""Processes of one part of a cycle that may end without a result before its candidate is given
+"""How many processes of one part of a cycle may end without a result before its candidate is given
 up."""
 
 
 MOST_TRIES = 5
-"""Comparisons of one candidate that may be lost, to a restart of the server or a failed step."""
+"""How many comparisons of one candidate may be lost to restarts of the server or failed steps."""
 
 
 class CandidateError(Exception):
-    """The cycle's candidate cannot be taken."""
+    """The cycle's candidate cannot be used."""
 
 
 Run = Callable[[Part, CycleSettings, int, Path], dict[str, Any]]
 
 
 class Learner:
-    """See the module. run: how a heavy part is run; show: called when the journal has a line
-    more."""
+    """See the module. run: runs a heavy part; show: called when the journal has a new line."""
 
     def __init__(
         self,
@@ -96,20 +96,20 @@ class Learner:
     # The loop
 
     def run(self) -> None:
-        """Go on until `learn.cycles` cycles have ended."""
+        """Run until `learn.cycles` cycles have ended."""
         while not self.done:
             if not self.attempt():
                 time.sleep(self.config.look_seconds)
 
     @property
     def done(self) -> bool:
-        """Whether as many cycles have ended as were asked for."""
+        """Whether `learn.cycles` cycles have ended."""
         ended = sum(entry.event in ENDS for entry in self.journal.entries)
         return 0 < self.config.cycles <= ended
 
     def attempt(self) -> bool:
-        """A step; False where there is nothing to do now. What may pass (a full disk, a server that
-        does not answer) is said and waited for."""
+        """Do a step; returns False if there is nothing to do now. For a temporary problem (a full
+        disk, a server that does not answer), log it and wait."""
         try:
             self._require_room()
             return self.step()
@@ -132,7 +132,7 @@ class Learner:
             raise OSError(errno.ENOSPC, "less free than learn.free_megabytes")
 
     def step(self) -> bool:
-        """Do what comes next; False where there is nothing to do now."""
+        """Do the next step; returns False if there is nothing to do now."""
         last = self.journal.last(*STEPS)
         if last is None or last.event in ENDS:
             return self._collect(last.cycle + 1 if last else 1)
@@ -150,7 +150,7 @@ class Learner:
     # Traffic
 
     def _collect(self, cycle: int) -> bool:
-        """Choose what the cycle learns from once enough traffic is noted, or note what is new."""
+        """Choose the cycle's training data once enough traffic is noted, else note new traffic."""
         begun = self.journal.last(COLLECTED)
         through = begun.facts["through"] if begun else ""
         self._remove_read(through)
@@ -158,7 +158,7 @@ class Learner:
         waiting = [one for one in self.journal.entries[start + 1 :] if one.event == SEEN]
         until = max([through, *(one.facts["through"] for one in waiting)])
         tokens, budget = sum(one.facts["tokens"] for one in waiting), self._budget()
-        # before what is new: traffic that never pauses always brings something
+        # choose before noting new traffic: traffic that never pauses always brings something
         enough = tokens >= self.config.least_tokens and budget > 0
         if enough and self._choose(cycle, through, until, budget):
             return True
@@ -179,7 +179,7 @@ class Learner:
         return min(config.most_tokens, config.all_tokens - used)
 
     def _choose(self, cycle: int, after: str, until: str, budget: int) -> bool:
-        """after, until: the batches that were read before, and that were noted."""
+        """after, until: the last batch that was read before, and the last one that was noted."""
         sampled = read_samples(self.samples, after, until)
         rows = choose(sampled.sequences, self.config.client_share, budget)
         parts = split(rows, self.config)
@@ -209,8 +209,8 @@ class Learner:
         )
 
     def _promising(self, serves: Path) -> Path | None:
-        """The last cycle's candidate, if its comparison with the drafter that serves still ended
-        open and it had the higher tau."""
+        """The last cycle's candidate, if its comparison with the drafter that still serves ended
+        open and its tau was higher."""
         begun, compared, ended = (self.journal.last(e) for e in (COLLECTED, COMPARED, REJECTED))
         last = self.journal.last(*STEPS)
         if begun is None or compared is None or ended is None or last is not ended:
@@ -233,8 +233,8 @@ class Learner:
     # The candidate
 
     def _part(self, part: Part, event: str, cycle: int) -> bool:
-        """Run a part of the cycle and note its figures. One that is refused, or crashes too often,
-        ends the cycle."""
+        """Run a part of the cycle and note its figures. If it is refused or crashes too often, the
+        cycle ends."""
         begun = self.journal.last(COLLECTED, cycle=cycle)
         assert begun is not None, "a cycle begins with its traffic"
         start = served_by(begun) if event == MEASURED else begun.facts["start"]
@@ -264,7 +264,7 @@ class Learner:
     # The comparison
 
     def _candidate(self, cycle: int) -> Path:
-        """The cycle's candidate; raises `CandidateError` where its weights have changed since."""
+        """The cycle's candidate; raises `CandidateError` if its weights have changed since."""
         trained = self.journal.last(TRAINED, cycle=cycle)
         assert trained is not None, "a candidate was trained"
         folder = Path(trained.facts["checkpoint"])
@@ -290,11 +290,11 @@ class Learner:
         return self._note(COMPARED, last.cycle, tau=taus, **last.facts["paired"])
 
     def _start_trial(self, cycle: int, attempt: int) -> bool:
-        """Note a try, then begin it: each that may have begun has spent its part of the error
+        """Note a try, then start it: every try that may have started uses its part of the error
         rate."""
         if attempt > MOST_TRIES:
             raise CandidateError(f"{MOST_TRIES} comparisons were lost with their server")
-        if self.server.trial() is not None:  # started by others, or by a learner that was killed
+        if self.server.trial() is not None:  # started by others, or by a learner killed since
             self.server.end_trial(keep=False)
         candidate = self._candidate(cycle)
         self._note(TRIAL, cycle, attempt=attempt)
@@ -305,11 +305,11 @@ class Learner:
         return True
 
     def _compare(self, last: Entry) -> bool:
-        """Look at the trial; True once it has shown something."""
+        """Look at the trial; returns True once it has shown something."""
         state = self.server.trial()
         attempt = int(last.facts["attempt"])
         if state is None or not same_folder(state.candidate.drafter, self._candidate(last.cycle)):
-            return self._start_trial(last.cycle, attempt + 1)  # the server was started again
+            return self._start_trial(last.cycle, attempt + 1)  # the server was restarted
         if self._test is None or self._test[0] != last.number:
             needed = needed_evidence(self.config.error_rate, attempt)
             self._test = last.number, TrialTest(needed, state.depth, self.config.client_share)
@@ -320,7 +320,7 @@ class Learner:
         return self._note(COMPARED, last.cycle, tau=taus, **asdict(found))
 
     def _finish(self, last: Entry) -> bool:
-        """Take the candidate, or leave it: one call, after which the server has it or has not."""
+        """Take or reject the candidate with one call, after which the server has it or has not."""
         state = self.server.trial()
         candidate = self._candidate(last.cycle)
         own = state is not None and same_folder(state.candidate.drafter, candidate)
@@ -352,7 +352,7 @@ class Learner:
     # What is kept
 
     def _clean(self, cycle: int) -> None:
-        """Remove the work of the cycles that have ended, and drafters that are not kept."""
+        """Remove the work of ended cycles, and drafters that are not kept."""
         for folder in sorted((self.settings.folder / "cycles").glob("[0-9]*")):
             if int(folder.name) <= cycle:
                 delete_own(folder, STAGE, "learn")
@@ -372,12 +372,12 @@ def served_by(begun: Entry) -> str:
 
 
 def same_folder(given: str, folder: Path) -> bool:
-    """Whether a server's name of a drafter means a folder."""
+    """Whether a server's name for a drafter refers to `folder`."""
     return Path(given).resolve() == folder.resolve()
 
 
 def last_taken(entries: list[Entry]) -> Path | None:
-    """The drafter that was taken last, if it is still there."""
+    """The drafter that was taken last, if it still exists."""
     for entry in reversed(entries):
         if entry.event == SWAPPED:
             folder = Path(entry.facts["checkpoint"])

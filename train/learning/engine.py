@@ -1,8 +1,8 @@
-"""An engine that serves exported drafters, such as vLLM, as a learner sees it. It keeps its drafter
-while it runs: a candidate that is taken is exported, and loaded when the engine is started again.
+"""The learner's view of an engine that serves exported drafters, such as vLLM. The engine keeps its
+drafter while it runs: an accepted candidate is exported, and loaded when the engine is restarted.
 
-    <folder>/engine.json       the drafter that was exported last, and where to
-    <folder>/exports/0003/     its export; earlier ones stay, since an engine may be started again
+    <folder>/engine.json       the drafter that was exported last, its export and command
+    <folder>/exports/0003/     an export; earlier ones are kept, since an engine may be restarted
                                with them
 """
 
@@ -23,7 +23,7 @@ Export = Callable[[Path, Path], str]
 
 class ExportingServer:
     """A `train.learning.server.Server` without trials. drafter: the checkpoint whose export the
-    engine serves at first; export: raises `UserError` for a drafter that the engine does not
+    engine serves at first; export: raises `UserError` for a drafter that the engine cannot
     load."""
 
     tries = False
@@ -38,14 +38,14 @@ class ExportingServer:
         return self._known()["drafter"]
 
     def install(self, checkpoint: Path) -> None:
-        """Export a drafter, and remember it as the one that serves."""
+        """Export a drafter, and record it as the one that serves."""
         out = self.folder / EXPORTS / checkpoint.name
         command = self.export(checkpoint, out)
         state = {"drafter": str(checkpoint.resolve()), "export": str(out), "command": command}
         write_json(self._state, state)
 
     def describe(self) -> dict[str, str]:
-        """Where the drafter was exported to, and the command that serves it."""
+        """The folder of the export, and the command that serves it."""
         return {name: self._known()[name] for name in ("export", "command")}
 
     def _known(self) -> dict[str, str]:
@@ -53,7 +53,7 @@ class ExportingServer:
         return {name: str(known.get(name, "")) for name in ("drafter", "export", "command")}
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
-        raise UserError("an engine tries no candidates: they are compared on held-out traffic.")
+        raise UserError("an engine tries no candidates; they are compared on held-out traffic.")
 
     def trial(self) -> TrialState | None:
         return None

@@ -1,9 +1,9 @@
-"""The journal of a learner: what it has finished, one JSON object per line, only ever appended.
+"""The journal of a learner: its finished work, one JSON object per line, only ever appended.
 
-A line is written with one call and is on disk (fsync) before the learner goes on, so that after a
-kill at any moment the journal names exactly the work that is finished. A line that a kill or a full
-disk has cut is not finished work: it is removed when the journal is opened, or at once. One process
-writes; a second one is refused.
+A line is written with one call and is on disk (fsync) before the learner continues. So after a kill
+at any moment, the journal names exactly the finished work. A line that was cut by a kill or a full
+disk is not finished work: it is removed when the journal is opened, or at once. One process writes;
+a second one is refused.
 
     {"number": 7, "time": 1764240000.0, "event": "trained", "cycle": 2, ...}
 """
@@ -29,8 +29,8 @@ WRITER = ".journal.writer.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """One line. number: from 0 on, without gaps; time: seconds since 1970; event: what is
-    finished; cycle: of which cycle, from 1 on; facts: the other keys."""
+    """One line. number: from 0 on, without gaps; time: seconds since 1970; event: the finished
+    step; cycle: number of its cycle, from 1 on; facts: the other keys."""
 
     number: int
     time: float
@@ -61,8 +61,8 @@ ADVICE = "A learner's journal is not edited: give another folder as learn.folder
 class Journal:
     """The journal in a folder, open for appending. entries: all lines so far.
 
-    Raises `UserError` for a journal that is damaged elsewhere than in its last line. The folder
-    must be held (`writing`).
+    Raises `UserError` for a journal that is damaged before its last line. The folder must be held
+    (`writing`).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,11 +71,11 @@ class Journal:
         self.entries = read_journal(folder)
         whole = sum(len(entry) for entry in _lines(self.path))
         if self.path.is_file() and self.path.stat().st_size > whole:
-            os.truncate(self.path, whole)  # the line that a kill has cut
+            os.truncate(self.path, whole)  # removes a line that a kill has cut
 
     def append(self, event: str, cycle: int, **facts: Any) -> Entry:
-        """Write a line and return it once it is on disk. Raises `OSError` where it cannot be
-        written; then nothing of it is left."""
+        """Write a line and return it once it is on disk. Raises `OSError` if it cannot be written;
+        nothing of it is then left."""
         entry = Entry(len(self.entries), time.time(), event, cycle, facts)
         with self.path.open("ab", buffering=0) as file:
             begin = file.tell()
@@ -91,11 +91,11 @@ class Journal:
         return entry
 
     def events(self) -> list[dict[str, Any]]:
-        """All lines as plain values, for whoever shows them."""
+        """All lines as plain values, for display."""
         return [json.loads(entry.line()) for entry in self.entries]
 
     def last(self, *events: str, cycle: int | None = None) -> Entry | None:
-        """The newest entry of one of the events (of any, where none is named)."""
+        """The newest entry of one of the events (of any event if none is named)."""
         for entry in reversed(self.entries):
             if (not events or entry.event in events) and cycle in (None, entry.cycle):
                 return entry
@@ -111,8 +111,8 @@ def writing(folder: Path) -> Iterator[Journal]:
 
 
 def read_journal(folder: Path) -> list[Entry]:
-    """All whole lines of a folder's journal; empty where there is none. Raises `UserError` for
-    other content."""
+    """All whole lines of a folder's journal; empty if there is none. Raises `UserError` for other
+    content."""
     path = folder / JOURNAL_FILE
     found = []
     for number, line in enumerate(_lines(path)):
@@ -125,6 +125,6 @@ def read_journal(folder: Path) -> list[Entry]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The whole lines of a file; none where it is not there."""
+    """The whole lines of a file; none if the file does not exist."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)

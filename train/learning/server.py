@@ -1,5 +1,5 @@
-"""The running server, as a learner sees it: which drafter drafts, and the trial of a candidate,
-over the routes of `inference.server.admin`."""
+"""The learner's interface to the running server: the drafter in use and the trial of a candidate,
+through the routes of `inference.server.admin`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ServerGoneError(Exception):
 
 
 class Server(Protocol):
-    """The drafters of a running server (`inference.server.swapping`), reached in whatever way. All
-    raise `UserError` for what the server refuses, and `ServerGoneError` where it does not
-    answer. tries: whether it tries candidates."""
+    """The drafters of a running server (`inference.server.swapping`). All methods raise `UserError`
+    for a refused request, and `ServerGoneError` if the server does not answer. tries: whether it
+    can try candidates."""
 
     tries: bool
 
@@ -35,24 +35,24 @@ class Server(Protocol):
         """The folder of the drafter, or its kind."""
 
     def install(self, checkpoint: Path) -> None:
-        """Draft with another one."""
+        """Use another drafter."""
 
     def describe(self) -> dict[str, str]:
-        """What else the journal is to say of the drafter."""
+        """Further facts of the drafter for the journal."""
 
     def start_trial(self, checkpoint: Path, share: float) -> None:
         """Try a candidate on a share of the rows."""
 
     def trial(self) -> TrialState | None:
-        """What both have done; None where none is tried."""
+        """The state of the running trial; None without one."""
 
     def end_trial(self, keep: bool) -> None:
         """End the trial, with the candidate as drafter or without it."""
 
 
 class HttpServer:
-    """A server at an address. Tokens come from environment variables and stand in no message.
-    Raises `UserError` for an address that is none."""
+    """A server at an address. Tokens come from environment variables and appear in no message.
+    Raises `UserError` for an invalid address."""
 
     tries = True
 
@@ -86,7 +86,7 @@ class HttpServer:
         return str(self._ask("GET", DRAFTER_PATH)["drafter"])
 
     def samples(self) -> Path | None:
-        """The folder into which the server samples answers; None where it samples none."""
+        """The folder into which the server samples answers; None if it samples none."""
         found = self._ask("GET", DRAFTER_PATH).get("samples")
         return Path(found) if found else None
 
@@ -101,7 +101,7 @@ class HttpServer:
         self._ask("POST", TRIAL_PATH, body)
 
     def trial(self) -> TrialState | None:
-        """The trial with its observations as it stands at the server; None where none runs."""
+        """The server's trial with its present observations; None if none runs."""
         found = self._ask("GET", TRIAL_PATH, missing=NO_TRIAL)
         if not found:
             return None
@@ -123,7 +123,7 @@ class HttpServer:
     def _ask(
         self, method: str, path: str, body: object = None, missing: str = ""
     ) -> dict[str, Any]:
-        """What the server answers; empty for an error with the code `missing`."""
+        """The server's answer; empty for an error with the code `missing`."""
         try:
             answer = self._client.request(method, path, json=body)
             content = answer.json() if answer.content else {}

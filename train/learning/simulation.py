@@ -1,5 +1,5 @@
-"""Comparisons on answers that are known beforehand: what a trial's test says of two drafters whose
-acceptances are drawn or resampled, without a server."""
+"""Comparisons on known answers, without a server: the verdict of a trial's test on two drafters
+whose acceptances are drawn or resampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def replay(
     test: TrialTest, current: Sequence[ArmAnswer], candidate: Sequence[ArmAnswer], step: int
 ) -> str:
     """The verdict of a fresh test that looks after every `step` answers of each drafter, until
-    something is shown or one of both has no more."""
+    something is shown or one of them has no more answers."""
     for seen in range(step, min(len(current), len(candidate)) + 1, step):
         found = test.look(trial_of(current[:seen], candidate[:seen])).verdict
         if found != OPEN:
@@ -22,7 +22,7 @@ def replay(
 
 
 def trial_of(current: Sequence[ArmAnswer], candidate: Sequence[ArmAnswer]) -> TrialState:
-    """A trial with these answers: all of their passes are observed."""
+    """A trial with these answers, of which all passes are observed."""
 
     def arm(name: str, own: Sequence[ArmAnswer]) -> ArmState:
         accepted, passes = (sum(getattr(one, key) for one in own) for key in ("accepted", "passes"))

@@ -1,7 +1,7 @@
-"""From a server's samples to what a cycle learns from: which answers, from whom, and which prompts
-are held out.
+"""Selection of a cycle's training data from a server's samples: which answers, from which clients,
+and which prompts are held out.
 
-No client has more than its share: with t_i the sampled tokens of client i of n, client i gives
+No client exceeds its share: with t_i the sampled tokens of client i of n, client i contributes
 min(t_i, c) of them, c being the largest number with
 
     c <= max(client_share, 1 / n) sum_i min(t_i, c)   and   sum_i min(t_i, c) <= most_tokens,
@@ -54,15 +54,15 @@ class TrafficTotals:
 
 @dataclass
 class Sampled:
-    """Batches that were read. names: of those that are whole; sequences: their rows, oldest first;
-    verifications: their tables."""
+    """Batches that were read. names: those of the complete batches; sequences: their rows, oldest
+    first; verifications: their tables."""
 
     names: list[str] = field(default_factory=list)
     sequences: list[Row] = field(default_factory=list)
     verifications: list[pa.Table] = field(default_factory=list)
 
     def totals(self) -> TrafficTotals:
-        """What the answers say together; those without a verification do not count."""
+        """The sums over all answers; those without a verification do not count."""
         passes = sum(table.num_rows for table in self.verifications)
         tokens = sum(row["answer_length"] for row in self.sequences)
         committed = tokens - len(self.sequences)  # the first token comes from reading the prompt
@@ -71,8 +71,8 @@ class Sampled:
 
 
 def read_samples(folder: Path, after: str = "", until: str | None = None) -> Sampled:
-    """The batches that come after the one named, through `until` if that is given. One that the
-    server drops meanwhile, or that is damaged, is left out."""
+    """The batches after the one named `after`, up to and including `until` if given. A batch that
+    the server drops meanwhile, or that is damaged, is left out."""
     found = Sampled()
     for name in batches(folder):
         if name <= after or (until is not None and name > until):
@@ -93,7 +93,7 @@ def read_samples(folder: Path, after: str = "", until: str | None = None) -> Sam
 
 
 def client_limit(tokens: Iterable[int], share: float, most: int) -> int:
-    """Tokens c that one client gives at most; see the module. tokens: of each client."""
+    """The largest number of tokens c of one client; see the module. tokens: of each client."""
     counts = list(tokens)
     allowed = max(share, 1.0 / len(counts)) if counts else 1.0
 
@@ -111,7 +111,7 @@ def client_limit(tokens: Iterable[int], share: float, most: int) -> int:
 
 
 def choose(rows: Sequence[Row], share: float, most: int) -> list[Row]:
-    """The answers that are learnt from, in the order given, which is oldest first."""
+    """The answers to train on, in the order given, which is oldest first."""
     by_client: dict[str, list[Row]] = defaultdict(list)
     for row in reversed(rows):
         by_client[row["client"] or ""].append(row)
@@ -145,7 +145,7 @@ class Split:
 
     @property
     def usable(self) -> bool:
-        """Whether there is something on every side."""
+        """Whether every side has answers or prompts."""
         return bool(self.train) and all(self.held_out.values())
 
 
@@ -169,7 +169,8 @@ def split(rows: Sequence[Row], config: LearnConfig) -> Split:
 
 
 def write_cycle(samples: Path, sampled: Sampled, parts: Split, out: Path) -> None:
-    """Write a cycle's records and held-out prompts to `out`, over what an earlier try has left."""
+    """Write a cycle's records and held-out prompts to `out`; files of an earlier try are
+    replaced."""
     for name, prompts in parts.held_out.items():
         lines = "".join(json.dumps(prompt.to_line()) + "\n" for prompt in prompts)
         write_bytes(out / name, lines.encode())
@@ -186,7 +187,7 @@ def write_cycle(samples: Path, sampled: Sampled, parts: Split, out: Path) -> Non
 
 
 def largest_share(rows: Sequence[Row]) -> float:
-    """The share of the tokens that comes from the client with the most."""
+    """The share of the tokens that come from the client with the most."""
     counts = Counter[str]()
     for row in rows:
         counts[row["client"] or ""] += row["answer_length"]

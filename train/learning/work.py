@@ -1,8 +1,8 @@
-"""The heavy parts of a cycle, each in a process of its own at low priority: weights from records, a
+"""The heavy parts of a cycle, each in a separate process at low priority: weights from records, a
 short training from the drafter that serves, tau on held-out traffic.
 
-A process leaves its result in files, so that whatever is finished is found again after a kill:
-feedback and training continue their own folders. It ends with the learner that started it.
+A process leaves its result in files, so that finished work is found again after a kill: feedback
+and training continue their own folders. A process ends with the learner that started it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CrashError(Exception):
 
 @dataclass(frozen=True)
 class CycleSettings:
-    """What all cycles are made with. folder: of the learner; decode: draft, sampling and length by
+    """The settings of all cycles. folder: the learner's; decode: draft, sampling and length with
     which tau is measured."""
 
     folder: Path
@@ -75,7 +75,7 @@ class CycleSettings:
         return self.folder / "cycles" / f"{number:04d}"
 
     def candidate(self, number: int) -> Path:
-        """The checkpoint that a cycle brings forth."""
+        """The checkpoint that a cycle produces."""
         return self.folder / "drafters" / f"{number:04d}"
 
 
@@ -84,7 +84,7 @@ class CycleSettings:
 
 def weigh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
     """Write the cycle's answers with weights; returns their figures. start: the drafter that
-    serves, which says for what target."""
+    serves, which names its target."""
     folder = settings.cycle(number)
     info = TargetInfo.from_dict(read_config(start)["target"])
     config = replace(settings.feedback, sequences=True, records=(), answers=())
@@ -94,7 +94,7 @@ def weigh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
 
 def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
     """Train from `start` on the cycle's answers and keep the candidate; returns its checkpoint, the
-    hash of its weights, what the training cost and its learning rate."""
+    hash of its weights, the cost of the training and its learning rate."""
     folder, out = settings.cycle(number), settings.candidate(number)
     content = read_config(start)
     begin = RefreshConfig(init_from=str(start), other_target=True)
@@ -122,9 +122,9 @@ def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
 
 
 def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
-    """tau of the drafter that serves and of the candidate on held-out traffic, and what the prompts
-    show, each of which both decode (`paired`). Raises `UserError` for a candidate with weights that
-    are not finite, and one that the target does not take."""
+    """tau of the drafter that serves and of the candidate on held-out traffic, and the result of
+    comparing both prompt by prompt (`paired`). Raises `UserError` for a candidate with weights that
+    are not finite, and for one that does not fit the target."""
     candidate = settings.candidate(number)
     prompts = load_prompts(settings.cycle(number) / MEASURING)
     target = TargetModel.load(settings.target)
@@ -155,15 +155,15 @@ def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
     return {"prompts": len(requests), **tau, "paired": asdict(shown)}
 
 
-# In a process of its own
+# In a separate process
 
 Part = Callable[[CycleSettings, int, Path], dict[str, Any]]
 """A part of a cycle: (settings, number of the cycle, the drafter that serves) -> figures."""
 
 
 def in_own_process(part: Part, settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
-    """Run a part at low priority; raises what it raises: `UserError`, and `OSError` for a full
-    disk. Raises `CrashError` where it ends without a result."""
+    """Run a part at low priority and pass on its `UserError`, or `OSError` for a full disk. Raises
+    `CrashError` if it ends without a result."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
     arguments = (part, settings, number, start, os.getpid(), sending)
@@ -206,7 +206,7 @@ def _run(
 
 
 def end_with(parent: int) -> None:
-    """Let this process end once `parent`, which started it, has ended, also by kill -9."""
+    """Make this process end once `parent`, which started it, has ended, also by kill -9."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -217,8 +217,8 @@ def end_with(parent: int) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk is full. Libraries written in other languages raise
-    errors of their own, with the system's words."""
+    """Whether an error says that the disk is full. Libraries written in other languages raise their
+    own errors, with the system's words."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return os.strerror(errno.ENOSPC).lower() in str(error).lower()

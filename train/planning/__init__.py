@@ -1,1 +1,1 @@
-"""Predicting what a training takes in memory, disk and time."""
+"""Prediction of a training's memory, disk space and time."""

@@ -1,5 +1,5 @@
-"""How many tokens a planned training reads: as given, as packed, or estimated before anything was
-generated."""
+"""The number of tokens that a planned training reads: given, packed, or estimated before anything
+was generated."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ASSUMED_ROWS = 100_000
 
 
 class PackedCounts(TypedDict):
-    """What is read of `PackedHeader.counts`."""
+    """The part of `PackedHeader.counts` that is read."""
 
     tokens: int
     supervised: int
 
 
 class PackedHeader(TypedDict):
-    """What is read of packed.json (train/data/packed_file.py)."""
+    """The part of packed.json (train/data/packed_file.py) that is read."""
 
     counts: PackedCounts
     key: dict[str, object]
@@ -33,7 +33,7 @@ class PackedHeader(TypedDict):
 
 @dataclass(frozen=True)
 class Amount:
-    """Tokens of the answers once through, the supervised share of them, and where both are from."""
+    """Tokens of the answers in one pass, the supervised share of them, and the source of both."""
 
     tokens: int
     supervised: float
@@ -41,8 +41,8 @@ class Amount:
 
 
 def packed_amount(answers: Path, length: int, domains: Collection[str] = ()) -> Amount | None:
-    """What the answers of a run (of some domains; empty: all) were packed to, in rows of `length`
-    tokens; None before that."""
+    """The amount to which the answers of a run (of some domains; empty: all) were packed, in rows
+    of `length` tokens; None before that."""
     for header in sorted((answers / "packed").glob("*/packed.json")):
         content = require_fit(PackedHeader, read_object(header), f"'{header}'")
         counts, key = content["counts"], content["key"]
@@ -56,9 +56,9 @@ def packed_amount(answers: Path, length: int, domains: Collection[str] = ()) -> 
 def estimated_amount(
     path: str, limit: int, answer_tokens: int, supervised: float, length: int
 ) -> Amount:
-    """An upper bound: every prompt of the data has an answer of `answer_tokens`, which are
-    `supervised` of its conversation. path, limit: data.path and data.limit. length: the longest
-    conversation, in tokens."""
+    """An upper bound: every prompt of the data has an answer of `answer_tokens`, which are the
+    share `supervised` of its conversation. path, limit: data.path and data.limit. length: the
+    longest conversation, in tokens."""
     rows, said = limit, f"data.limit={limit:,}"
     if not limit:
         found = rows_of(Path(path))
@@ -75,7 +75,7 @@ def estimated_amount(
 
 
 def rows_of(path: Path) -> int:
-    """Rows of a local file; 0 where that is not known at once."""
+    """Rows of a local file; 0 if the number is not known at once."""
     if path.suffix == ".jsonl" and path.is_file():
         with path.open("rb") as lines:
             return sum(bool(line.strip()) for line in lines)

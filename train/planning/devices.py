@@ -1,7 +1,7 @@
-"""What devices can do at most: a table of known GPUs, and a short matrix product on CPUs.
+"""Peak speeds of devices: a table of known GPUs, and a short matrix product on CPUs.
 
 Peaks are the makers' figures for dense bfloat16 tensor cores with float32 sums (without sparsity),
-at the boost clock; what float32 reaches there is not used, since GPUs train in bfloat16.
+at the boost clock. Peaks of float32 are not used, since GPUs train in bfloat16.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ GPUS = {
 """Name in configurations -> figures (SXM where there are several)."""
 PROBE_SIZE, PROBE_REPEATS = 1024, 5
 SLOW_PROBE = 0.5
-"""Seconds of one product from which on it is not repeated: the number format is emulated there."""
+"""Seconds from which on a product is not repeated: the number format is then emulated."""
 _probes: dict[tuple[torch.dtype, int], tuple[float, int]] = {}
-"""(dtype, threads) -> the highest FLOP/s that this process has seen, and in how many probes."""
+"""(dtype, threads) -> the highest FLOP/s that this process has measured, and the number of
+probes."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s that utilisation is a share of, and where the number comes from. flops 0: unknown."""
+    """The FLOP/s to which utilisation refers, and the source of the number. flops 0: unknown."""
 
     flops: float
     source: str
 
 
 def gpu(name: str) -> Gpu:
-    """A GPU of the table; raises `UserError` for one that is not there."""
+    """A GPU of the table; raises `UserError` for one that is not in it."""
     if name not in GPUS:
         raise UserError(f"plan.gpu '{name}' is unknown.{suggest(name, GPUS)}")
     return GPUS[name]
@@ -65,7 +66,7 @@ def gpu(name: str) -> Gpu:
 def find_peak(
     device: torch.device, dtype: torch.dtype, given_tflops: float = 0.0, *, again: bool = False
 ) -> Peak:
-    """The peak in `dtype`: given, from the table, or measured (CPU; `again`: once more)."""
+    """The peak in `dtype`: given, from the table, or measured (CPU; `again`: measure once more)."""
     if given_tflops > 0:
         return Peak(given_tflops * TERA, "train.peak_tflops")
     if device.type == "cuda":
@@ -79,9 +80,9 @@ def find_peak(
 
 
 def measured_peak(dtype: torch.dtype, threads: int, *, again: bool = False) -> Peak:
-    """What a product of two [1024, 1024] matrices reaches on this CPU: the highest of all probes.
-    Whatever else runs can only slow a product down, so probes at different times (`again`) come
-    nearer to what the CPU can do than one."""
+    """The speed of a product of two [1024, 1024] matrices on this CPU: the highest of all probes.
+    Other work can only slow a product down, so probes at different times (`again`) come nearer to
+    the CPU's peak than a single one."""
     assert threads == torch.get_num_threads(), "measured with the threads that are set"
     highest, count = _probes.get((dtype, threads), (0.0, 0))
     if again or not count:

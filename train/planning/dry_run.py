@@ -1,9 +1,9 @@
 """A drafter's step without its memory: the real loss on fake tensors, forward and backward.
 
-Token ids, segments and masks are real, because the losses choose positions by them; whatever is a
-float has a shape and a dtype only. So every kind is counted by the code that will train it. Fake
-tensors say they are on the CPU; where a kind has another path on CUDA (flex attention of block
-drafters), that path needs less.
+Token ids, segments and masks are real, because the losses choose positions by them; floats have
+only a shape and a dtype. So every kind is counted by the code that will train it. Fake tensors
+claim to be on the CPU; if a kind has another path on CUDA (flex attention of block drafters), that
+path needs less.
 
 Legend: B rows, T positions.
 """
@@ -32,8 +32,8 @@ from train.planning.target import PlannedTarget
 
 @dataclass(frozen=True)
 class DryStep:
-    """Of one micro-batch: FLOPs of the drafter's passes and of the target's logits, bytes at the
-    peak without weights and their gradients, and the largest tensor.
+    """The cost of one micro-batch: FLOPs of the drafter's passes and of the target's logits, bytes
+    at the peak without weights and their gradients, and the largest tensor.
     """
 
     flops: int
@@ -58,7 +58,7 @@ def plan_drafter(kind: str, head: Any, target: PlannedTarget) -> TrainableDrafte
 
 
 class _Asked(UserDict[str, Tensor]):
-    """A target's named weights, and the names of those that were asked for."""
+    """A target's named weights, and the names of those that were read."""
 
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         super().__init__(state)
@@ -71,10 +71,10 @@ class _Asked(UserDict[str, Tensor]):
 
 def held_in_parts(kind: str, head: Any, target: PlannedTarget) -> int:
     """Bytes of a target in parts (train/target/parts.py): embedding, LM head, and the layers'
-    weights that the drafter goes on using."""
+    weights that the drafter continues to use."""
     asked = _Asked(target.weights.state)
     plan_drafter(kind, head, replace(target, weights=replace(target.weights, state=asked)))
-    # one where they are tied
+    # only one if they are tied
     ends = {id(each): each.nbytes for each in (target.weights.embedding, target.weights.lm_head)}
     return sum(ends.values()) + sum(asked.data[name].nbytes for name in asked.names)
 
@@ -87,15 +87,15 @@ def dry_step(
     length: int,
     supervised: float,
 ) -> DryStep:
-    """Count one micro-batch of B x T positions, a share `supervised` of them answers, with
-    gradients there already, as in every micro-batch but a step's first."""
+    """Count one micro-batch of B x T positions, a share `supervised` of them answers. Gradients
+    exist already, as in every micro-batch except a step's first."""
     batch = dry_batch(drafter, target, engine.dtype, rows, length, supervised)
     objective = Objective(drafter, engine, "cpu")
     for parameter in drafter.parameters():
         if parameter.requires_grad:
             parameter.grad = fake(target, *parameter.shape, dtype=parameter.dtype)
     with warnings.catch_warnings(), Footprint() as count, _ByNumber():
-        # fake tensors take the plain way through a norm in two number formats, and say so
+        # fake tensors take the plain path through a norm in two number formats, and warn about it
         warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         (objective(batch) / 100).backward()
     drafter.zero_grad(set_to_none=True)
@@ -110,8 +110,8 @@ def dry_batch(
     length: int,
     supervised: float,
 ) -> TrainBatch:
-    """Rows of one document each, whose last tokens are supervised: what takes most, since packed
-    documents are attended to one by one (`heads.nn.packing`)."""
+    """Rows of one document each, whose last tokens are supervised. This is the costliest case,
+    since packed documents are attended to one by one (`heads.nn.packing`)."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(target.info.vocab_size, (rows, length), generator=generator)
     positions = torch.arange(length).expand(rows, -1)
@@ -136,7 +136,7 @@ def fake(target: PlannedTarget, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 class _ByNumber(TorchDispatchMode):
-    """Indexes fake values by a real mask: fake tensors would not look how many are chosen."""
+    """Indexes fake values by a real mask: fake tensors would not count how many are chosen."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.index.Tensor and isinstance(args[0], FakeTensor):

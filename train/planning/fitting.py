@@ -1,4 +1,4 @@
-"""Which settings would make a planned training fit, where it does not."""
+"""Settings with which a planned training would fit, if it does not."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from train.planning.plan import Plan, PlanConfig, Speed, make_plan
 MOST_GPUS = 64
 SHORTEST_ROW = 1024
 Trial = tuple[list[str], TrainingJob, PlanConfig]
-"""What is changed, in words of the command line, and the training with it."""
+"""The change, as on the command line, and the training with it."""
 
 
 class Fit(NamedTuple):
-    """Settings, and the bytes that the largest process takes with them."""
+    """Settings, and the bytes of the largest process with them."""
 
     settings: str
     size: int
 
 
 def ways_to_fit(job: TrainingJob, config: PlanConfig, speed: Speed) -> tuple[list[Fit], Fit | None]:
-    """Changes of settings with which the training fits the GPU, the smallest of each kind; and
-    where there are none, the one that comes closest."""
+    """Changes of settings with which the training fits the GPU, the smallest of each kind; if there
+    are none, the one that comes closest."""
     capacity = float(make_plan(job, config, speed)["memory_capacity"] or 0.0)
     fitting: list[Fit] = []
     closest: Fit | None = None
@@ -33,7 +33,7 @@ def ways_to_fit(job: TrainingJob, config: PlanConfig, speed: Speed) -> tuple[lis
         for words, changed, planned in kind(job, config):
             try:
                 plan = make_plan(changed, planned, Speed.of(planned))
-            except UserError:  # settings that do not go together
+            except UserError:  # settings that do not fit together
                 continue
             found = Fit(" ".join(words), largest(plan))
             if found.size <= capacity:
@@ -45,13 +45,13 @@ def ways_to_fit(job: TrainingJob, config: PlanConfig, speed: Speed) -> tuple[lis
 
 
 def largest(plan: Plan) -> int:
-    """Bytes of the process that takes most."""
+    """Bytes of the process that needs most."""
     beside = plan["target_process_bytes"]
     return max(plan["memory_bytes"]["total"], beside["total"] if beside else 0)
 
 
 def savings(job: TrainingJob, config: PlanConfig) -> Iterator[Trial]:
-    """What saves memory without changing what is learned, one after another on top."""
+    """Changes that save memory without changing the result, each on top of those before it."""
     words: list[str] = []
     if job.config.micro_batch > 1:
         words.append("train.micro_batch=1")
@@ -74,7 +74,7 @@ def savings(job: TrainingJob, config: PlanConfig) -> Iterator[Trial]:
 
 
 def smallest(job: TrainingJob, config: PlanConfig) -> Trial:
-    """With everything that saves memory."""
+    """The training with all changes that save memory."""
     return [([], job, config), *savings(job, config)][-1]
 
 
@@ -104,7 +104,7 @@ def more_gpus(job: TrainingJob, config: PlanConfig) -> Iterator[Trial]:
 
 
 def apart(job: TrainingJob, config: PlanConfig) -> Iterator[Trial]:
-    """The target outside of the training: its states come from a store, and trainers hold only the
+    """The target outside the training: its states come from a store, and trainers hold only the
     parts of it that the drafter uses."""
     if job.features.mode != "online" or job.joint.on:
         return

@@ -1,9 +1,9 @@
-"""What a piece of computation takes: operations, bytes alive at once, the largest tensor; counted.
+"""Counts the cost of a computation: operations, bytes alive at once, the largest tensor.
 
-A dispatch mode sees every operation below autograd, backward passes and recomputations included, on
-real tensors and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size can be
-counted (`train.planning.dry_run`). Not seen: what kernels take for themselves, and products inside
-kernels that torch has no formula for.
+A dispatch mode sees every operation below autograd, including backward passes and recomputations,
+on real tensors and on fake ones (`torch._subclasses.fake_tensor`), so that a step of any size can
+be counted (`train.planning.dry_run`). It does not see the kernels' own memory, or products inside
+kernels for which torch has no formula.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, products: int) -> int:
 
 
 def _own_formulas() -> dict[Any, Any]:
-    """Formulas for what torch's own table leaves out: attention and packed products on the CPU."""
+    """Formulas that torch's own table lacks: attention and packed products on the CPU."""
     aten = torch.ops.aten
     found: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -44,8 +44,8 @@ def _own_formulas() -> dict[Any, Any]:
 
 class FlopCount(TorchDispatchMode):
     """Counts the floating-point operations of matrix products and attention as they are computed.
-    torch's own `FlopCounterMode` keeps tensors alive in cycles, which changes what is measured
-    beside it."""
+    torch's own `FlopCounterMode` keeps tensors alive in cycles, which would change the memory
+    measured at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class FlopCount(TorchDispatchMode):
 
 
 class Footprint(FlopCount):
-    """Also follows memory of tensors made inside. `peak`: most bytes alive at once; `largest`:
-    bytes of the largest one, of shape `largest_shape`, made by `largest_op`."""
+    """Also tracks the memory of tensors created inside. `peak`: most bytes alive at once;
+    `largest`: bytes of the largest one, of shape `largest_shape`, created by `largest_op`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Footprint(FlopCount):
         return out
 
     def _meet(self, value: Tensor) -> None:
-        """Remember an argument's storage as older than the count, unless it was made inside."""
+        """Record an argument's storage as older than the count, unless it was created inside."""
         storage = value.untyped_storage()
         key = storage._cdata
         if key not in self._inside and key not in self._outside:

@@ -1,13 +1,13 @@
 """`headstart train --plan`: memory, disk space and time of a training, before it is started.
 
-Of the target only its config is read (train/planning/target.py); the drafter's step is counted by
-its own code without memory (train/planning/dry_run.py). Time is FLOPs over (peak x utilisation):
-the utilisation of a finished run, of a few real steps on this machine, or an assumption for a given
+Only the target's config is read (train/planning/target.py); the drafter's step is counted by its
+own code without memory (train/planning/dry_run.py). Time is FLOPs over (peak x utilisation): the
+utilisation of a finished run, of a few real steps on this machine, or an assumption for a given
 GPU. Communication is added from the links' bandwidths. docs/scale.md has the formulas.
 
-Where the target runs decides what is counted (`Division`, `target_pass`): with features.mode=online
-in every process; with group in the last ones, ahead of the others, which train; with store and
-remote not in this launch.
+The count depends on where the target runs (`Division`, `target_pass`): with features.mode=online in
+every process; with group in the last ones, ahead of the others, which train; with store and remote
+not in this launch.
 
 Legend: P trained weights, W processes that train.
 """
@@ -40,12 +40,12 @@ from train.target.parts import refuse_parts
 from train.tracking.summary import Summary
 
 ASSUMED_MFU = 0.35
-"""Utilisation of GPUs where nothing was measured: an assumption (dense bfloat16 trainings of this
-size report 0.3 to 0.5)."""
+"""Utilisation of GPUs if nothing was measured: an assumption (dense bfloat16 trainings of this size
+report 0.3 to 0.5)."""
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives reach: an assumption."""
 RUNTIME_BYTES = 2 * GIGA
-"""What CUDA, NCCL and a fragmented allocator take on each GPU: an assumption."""
+"""Memory of CUDA, NCCL and a fragmented allocator on each GPU: an assumption."""
 
 
 class PlannedTargetFacts(TypedDict):
@@ -60,7 +60,7 @@ class PlannedTargetFacts(TypedDict):
 
 
 class DrafterFacts(TypedDict):
-    """The drafter and how many weights are trained."""
+    """The drafter and the number of its trained weights."""
 
     kind: str
     trained_weights: int
@@ -87,7 +87,7 @@ class TensorFacts(TypedDict):
 
 
 class DiskBytes(TypedDict):
-    """Bytes on disk; feature_store: by format, where there is a store."""
+    """Bytes on disk; feature_store: by format, if there is a store."""
 
     states: int
     best: int
@@ -111,7 +111,7 @@ class TargetPass(TypedDict):
 
 
 class SpeedFacts(TypedDict):
-    """FLOP/s of one process, and where the figure comes from."""
+    """FLOP/s of one process, and the source of the figure."""
 
     flops: float
     source: str
@@ -194,7 +194,7 @@ class Speed:
 
     @classmethod
     def here(cls, device: torch.device, engine: EngineConfig, mfu: float) -> Speed:
-        """Of this machine where there is nothing to take real steps on."""
+        """The speed of this machine if it has no data for real steps."""
         peak = find_peak(device, engine.dtype)
         if not peak.flops:
             raise UserError(f"{peak.source}; or give plan.gpu.")
@@ -258,7 +258,7 @@ def memory(job: TrainingJob, counted: Counted, trainers: int) -> dict[str, int]:
     found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
     state = state_bytes(weights, job.engine, trainers)
     found |= {f"drafter {name}": count for name, count in state.items()}
-    # The target's own pass and the drafter's follow each other; the features are there in both.
+    # The target's pass and the drafter's follow each other; both hold the features.
     token_bytes = (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
     drafting = rows * length * token_bytes + dry.peak
     running = target.activations(rows, length, needs) if online else 0
@@ -266,7 +266,7 @@ def memory(job: TrainingJob, counted: Counted, trainers: int) -> dict[str, int]:
 
 
 def bandwidth(config: PlanConfig) -> float:
-    """Bytes/s that a ring over all processes carries past each of them."""
+    """Bytes/s that a ring over all processes carries through each of them."""
     link = gpu(config.gpu).link
     if config.count > config.per_machine:
         link = min(link, config.network_gbytes * GIGA * config.per_machine)
@@ -276,8 +276,8 @@ def bandwidth(config: PlanConfig) -> float:
 def step_seconds(
     job: TrainingJob, counted: Counted, config: PlanConfig, speed: Speed
 ) -> dict[str, float]:
-    """Seconds of one step on a training process, by part. In features.mode=group `target` is what
-    it waits for the target's processes, which work `features.ahead` steps ahead."""
+    """Seconds of one step on a training process, by part. With features.mode=group, `target` is the
+    time it waits for the target's processes, which work `features.ahead` steps ahead."""
     division, online = division_of(job, config), job.features.mode == "online"
     target, _, weights, _, dry = counted
     trainers = division.trainers
@@ -292,14 +292,15 @@ def step_seconds(
     carried, share = bandwidth(config), (trainers - 1) / trainers
     reduced = 2 * share * 4 * weights / carried
     if online and job.engine.target_sharding != "none":
-        # Layers are gathered while others are computed: what is longer counts.
+        # Layers are gathered while others are computed: the longer of both counts.
         gathered = micro * share * target.layer_bytes / carried
         return {**compute, "communication": reduced + max(0.0, gathered - compute["target"])}
     return {**compute, "communication": reduced}
 
 
 def division_of(job: TrainingJob, config: PlanConfig) -> Division:
-    """Who trains and who runs the target; raises `UserError` for an impossible division."""
+    """Which processes train and which run the target; raises `UserError` for an impossible
+    division."""
     if job.features.mode == "group":
         return divide(job, World(size=config.count))
     return Division(config.count, 0)
@@ -308,7 +309,7 @@ def division_of(job: TrainingJob, config: PlanConfig) -> Division:
 def target_pass(
     job: TrainingJob, target: PlannedTarget, tokens: int, division: Division, speed: Speed
 ) -> TargetPass:
-    """Where the target runs, and what a pass of it over all tokens takes on such devices."""
+    """Where the target runs, and the cost of its pass over all tokens on such devices."""
     where = {
         "online": "in every process; it is in the time",
         "store": "beforehand, once over all tokens, to make the store; that is not in the time",
@@ -326,7 +327,7 @@ def target_pass(
 def reading(
     job: TrainingJob, target: PlannedTarget, needs: FeatureSpec, trainers: int, seconds: float
 ) -> dict[str, float] | None:
-    """What features take of disks or network at `seconds` per step; None when none are read."""
+    """The load of features on disks or network at `seconds` per step; None if none are read."""
     if job.features.mode == "online":
         return None
     per_token = bytes_per_token(needs, target.info, job.features.format, job.features.top_logits)
@@ -422,7 +423,7 @@ def with_total(parts: dict[str, Number]) -> dict[str, Number]:
 
 
 class ByText:
-    """Settings that are compared by their text: some hold mappings, which have no hash."""
+    """Settings that are compared by their text, because some hold mappings, which have no hash."""
 
     def __init__(self, settings: Any) -> None:
         self.settings, self.text = settings, repr(settings)
@@ -444,7 +445,7 @@ def count_step(
     length: int,
     supervised: float,
 ) -> Counted:
-    """Kept: plans for several sizes share them."""
+    """The counts of one step; cached, because plans for several sizes share them."""
     described = plan_target(target)
     drafter = plan_drafter(kind, head.settings, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
@@ -454,7 +455,7 @@ def count_step(
 
 
 def known_amount(job: TrainingJob, config: PlanConfig) -> Amount | None:
-    """Tokens of the answers as given or as they were packed; None before anything was packed."""
+    """Tokens of the answers, as given or as packed; None before anything was packed."""
     if config.tokens:
         return Amount(config.tokens, config.supervised, "plan.tokens")
     return packed_amount(job.data, job.config.sequence_length, job.config.domains)

@@ -1,4 +1,4 @@
-"""A training's plan as a table for people."""
+"""A training's plan as a table."""
 
 from __future__ import annotations
 

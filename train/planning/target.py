@@ -1,7 +1,7 @@
-"""A target known by its config alone: how many weights, and what its forward pass takes.
+"""A target known only by its config: the number of its weights, and the cost of its forward pass.
 
-The model is built from transformers' own classes without memory (fake tensors), so that counts are
-those of the real thing. Products with the LM head are not part of making features.
+The model is built from transformers' own classes without memory (fake tensors), so the counts are
+those of the real model. Products with the LM head are not part of computing features.
 
 Legend: B rows, T positions, H hidden, I MLP width, h query heads, g key/value heads, D head size.
 """
@@ -42,7 +42,7 @@ from train.features.store.codec import states_of
 
 
 class _NoTokenizer:
-    """Stands where a tokenizer would: a plan needs none."""
+    """Placeholder for a tokenizer, which a plan does not need."""
 
     special_tokens_map: dict[str, str] = {}  # noqa: RUF012
     eos_token_id = None
@@ -53,8 +53,8 @@ class _NoTokenizer:
 
 @dataclass(frozen=True)
 class PlannedTarget:
-    """weights: what drafters share of it, as fake tensors of `mode`; active: weights of matrix
-    products that one token meets in the layers; experts: those that one token goes through in each
+    """weights: those that drafters share, as fake tensors of `mode`; active: weights of matrix
+    products that one token uses in the layers; experts: the number that one token uses in each
     layer, and their width (0 and 0 for dense targets)."""
 
     info: TargetInfo
@@ -69,17 +69,17 @@ class PlannedTarget:
     cache: CacheSizes
 
     def flops(self, rows: int, length: int) -> int:
-        """Of one pass over [B, T]: 2 per active weight and position, attention over whole rows,
-        which is the most: packed documents are attended to one by one."""
+        """FLOPs of one pass over [B, T]: 2 per active weight and position, and attention over whole
+        rows. This is an upper bound, since packed documents are attended to one by one."""
         info, positions = self.info, rows * length
         attention = 4 * info.num_layers * info.num_attention_heads * info.head_dim * length
         return positions * (2 * self.active + attention)
 
     def activations(self, rows: int, length: int, needs: FeatureSpec) -> int:
-        """Bytes at the peak of one forward pass: the features that are kept, one layer at work,
+        """Bytes at the peak of one forward pass: the features that are kept, one running layer,
         rotary positions, and, for windows shorter than a row, the mask of a block of queries
         (`inference.target.causal`), one row per query head of a group. Scores for soft-capping or
-        sinks come on top."""
+        sinks are not included."""
         info, size, positions = self.info, self.dtype.itemsize, rows * length
         kept = positions * info.hidden_size * size * states_of(needs)
         heads = 2 * info.head_dim * (info.num_attention_heads + info.num_key_value_heads)
@@ -95,7 +95,7 @@ class PlannedTarget:
 
 
 def plan_target(config: TargetConfig) -> PlannedTarget:
-    """A target described by its config; raises `UserError` where it cannot be a target."""
+    """A target described by its config; raises `UserError` if it cannot be a target."""
     described = checked_config(config)
     text = described.get_text_config()
     text.tie_word_embeddings = described.tie_word_embeddings  # of composite models the outer one
@@ -134,8 +134,8 @@ def plan_target(config: TargetConfig) -> PlannedTarget:
 
 @contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
-    """Experts return zeros: they store nothing, and which tokens an expert gets are values, which
-    fake tensors do not have."""
+    """Make experts return zeros: they store nothing, and the tokens of an expert depend on values,
+    which fake tensors do not have."""
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     for module in experts:
         module.forward = lambda hidden, *routed, **more: torch.zeros_like(hidden)
@@ -147,7 +147,7 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
 
 
 def active_weights(layer: nn.Module, config: Any) -> int:
-    """Weights of matrix products that one token meets; experts count by the chosen share."""
+    """Weights of matrix products that one token uses; experts count by the chosen share."""
     chosen, total = _experts(config)[0], _number_of_experts(config)
     found = 0.0
     for name, parameter in layer.named_parameters():
@@ -164,7 +164,7 @@ def _number_of_experts(config: Any) -> int:
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Experts that one token goes through, and their width; zeros for a dense model."""
+    """The number of experts that one token uses, and their width; zeros for a dense model."""
     if _number_of_experts(config) == 1:
         return 0, 0
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size

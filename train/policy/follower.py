@@ -1,4 +1,4 @@
-"""A drafter that follows a policy: rollouts by an engine whose target's weights change between
+"""A drafter that follows a policy: rollouts by an engine whose target changes its weights between
 them.
 
     follower = Follower(Engine.load("policy", "drafter", DecodeConfig(temperature=1.0)))
@@ -8,13 +8,13 @@ them.
         follower.follow(policy)       # a model, its state dict, or low-rank updates
         print(follower.refresh(steps=4).tau)
 
-Text never depends on the drafter: with rule `match` a rollout has the tokens that the policy alone
-would have sampled for its seeds, whatever drafter it was drafted with. So a refresh changes how
-fast rollouts are and nothing else.
+The text never depends on the drafter: with rule `match`, a rollout has the tokens that the policy
+alone would have sampled for its seeds, whatever the drafter. So a refresh changes only the speed of
+rollouts.
 
-What a refresh trains on is recomputed: the answers of the last rollouts are read once more by the
-target as it is by then. The states that decoding has seen are those of the weights before the
-update, and a drafter is to draft for the ones after it.
+A refresh recomputes its training data: the current target reads the answers of the last rollouts
+once more. The states from decoding belong to the weights before the update, but the drafter has to
+draft for the weights after it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from train.policy.training import DrafterTraining, Refreshed, RefreshSettings
 
 
 class Follower:
-    """An engine whose target follows a policy, and its drafter that is refreshed on the way.
+    """An engine whose target follows a policy, and its drafter, refreshed between rollouts.
 
     seed: the first answer's; every further answer has the next one, over all rollouts. Raises
     `UserError` for a rule that does not keep the policy's distribution.
@@ -53,7 +53,7 @@ class Follower:
 
     @property
     def drafter(self) -> Any:
-        """What drafts, or None."""
+        """The drafter, or None."""
         drafter = self.engine.drafter
         return drafter.drafter if isinstance(drafter, PlacedDrafter) else drafter
 
@@ -64,10 +64,10 @@ class Follower:
         *,
         logprobs: bool = False,
     ) -> Rollout:
-        """Answer all prompts, in their order; a group of answers is a prompt given several times.
+        """Answer all prompts, in their order. For a group of answers, give a prompt several times.
 
         prompts: as `Engine.generate` takes them. seeds: one for every answer; None: the next ones.
-        logprobs: compute those of the answers' tokens too (`token_logprobs`), by one more pass.
+        logprobs: also compute those of the answers' tokens (`token_logprobs`), with one more pass.
         """
         engine = self.engine
         require_rollouts(engine.decode, logprobs)
@@ -92,7 +92,7 @@ class Follower:
             self._training.follow()
 
     def refresh(self, steps: int) -> Refreshed:
-        """Train the drafter on the last rollouts, read again by the target as it is now.
+        """Train the drafter on the last rollouts, which the current target reads again.
 
         Raises `UserError` without a drafter that trains, without a rollout, and for a loss or
         gradient that is not finite: the drafter then keeps its weights.
@@ -122,13 +122,13 @@ class Follower:
         )
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` goes on from in another process: plain values and tensors, without the
+        """The state for `load_state` in another process: plain values and tensors, without the
         rollouts and without the target's weights, which are the policy's."""
         training = self._training
         return {"seed": self.seed, "training": None if training is None else training.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state` of a follower with the same drafter and settings."""
+        """Continue from a `state` of a follower with the same drafter and settings."""
         self.seed = state["seed"]
         if state["training"] is not None:
             self._trained(self.drafter).load(state["training"])
@@ -139,8 +139,8 @@ class Follower:
         return self._training
 
     def save(self, folder: Path, policy: Path) -> None:
-        """Write the drafter as a checkpoint for the policy that was saved in the folder `policy`,
-        with which it loads from then on."""
+        """Write the drafter as a checkpoint for the policy saved in the folder `policy`. The
+        checkpoint then loads with that policy."""
         if not isinstance(self.drafter, TrainableDrafter):
             raise UserError("this engine has no drafter with weights to save.")
         info = replace(

@@ -1,4 +1,4 @@
-"""Rollouts: what a policy has written, with what it took, and the log-probabilities of it.
+"""Rollouts: a policy's answers, their cost, and the log-probabilities of their tokens.
 
 Legend: B answers read together, T positions of the longest, N tokens of an answer, V vocabulary.
 """
@@ -31,7 +31,7 @@ READ_TOGETHER = 4096
 @dataclass(frozen=True)
 class Rollout:
     """Answers in the order of their prompts. seconds: of decoding, prefill included; logprobs: of
-    every token of every answer, if asked for (`token_logprobs`)."""
+    every token of every answer, if requested (`token_logprobs`)."""
 
     completions: tuple[Completion, ...]
     seconds: float
@@ -48,12 +48,12 @@ class Rollout:
 
     @property
     def tau(self) -> float:
-        """Committed tokens per verify pass, over all answers; 1.0 where nothing was verified."""
+        """Committed tokens per verify pass, over all answers; 1.0 if nothing was verified."""
         passes = [one for completion in self.completions for one in completion.passes]
         return sum(one.committed for one in passes) / len(passes) if passes else 1.0
 
     def documents(self) -> Iterator[tuple[NDArray[np.int32], list[Span]]]:
-        """Prompt and answer of each, as trainings read them, and where the answer stands."""
+        """Prompt and answer of each, as trainings read them, and the answer's span."""
         for one in self.completions:
             if one.tokens:
                 whole = np.array([*one.request.tokens, *one.tokens], dtype=np.int32)
@@ -61,7 +61,7 @@ class Rollout:
 
 
 def require_rollouts(decode: DecodeConfig, logprobs: bool) -> None:
-    """Raise `UserError` for settings under which answers are no samples of the policy, or have no
+    """Raise `UserError` for settings with which answers are not samples of the policy, or have no
     log-probabilities."""
     if decode.rule not in (*LOSSLESS, AUTO):
         raise UserError(
@@ -83,11 +83,11 @@ def token_logprobs(
     """The natural logarithm of the probability with which the target, as it is now, samples every
     token of the answers under `sampling` (processors, temperature and filters applied).
 
-    The answers are read again whole, so the numbers are those of a pass over all of their tokens:
-    the decoder's own up to rounding.
+    The target reads the answers again as a whole, so the numbers are those of a pass over all of
+    their tokens: the decoder's own up to rounding.
     """
     found: dict[int, tuple[float, ...]] = {}
-    # like lengths together, which wastes the least on padding
+    # similar lengths together, which needs the least padding
     order = sorted(range(len(completions)), key=lambda place: _length(completions[place]))
     while order:
         count = max(1, READ_TOGETHER // _length(completions[order[0]]))
@@ -105,7 +105,7 @@ def _read(
     width = max(map(len, texts))
     tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])  # [B, T]
     place = torch.arange(width)
-    # padding is a document of its own, which no token of the answer sees
+    # padding is a separate document, which no token of the answer sees
     lengths = torch.tensor([len(text) for text in texts])[:, None]
     segments = torch.where(place < lengths, 1, 2).int()
     positions = torch.where(place < lengths, place, place - lengths)
@@ -125,7 +125,7 @@ def _read(
 
 
 def _prefix(tokens: Tensor, root: int, end: int) -> Prefix:
-    """The text before every token of an answer: a chain behind the prompt's last token."""
+    """The text before every token of an answer: a chain after the prompt's last token."""
     tree = TokenTree.chain(end - 2 - root, tokens.device)
     lengths = torch.tensor([root], device=tokens.device)
     return Prefix(tokens[:, :end], lengths, tokens[:, root : end - 1], tree)

@@ -1,5 +1,5 @@
-"""The drafter in training beside the one that decodes: float32 weights of its own, the losses,
-engine and optimisers of `headstart train`, on answers that are in memory."""
+"""The drafter in training beside the one that decodes. It has separate float32 weights and uses the
+losses, engine and optimisers of `headstart train` on answers in memory."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class RefreshSettings:
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What a refresh did. tau: of the last rollout, drafted before it; loss, last_loss: per
+    """The result of a refresh. tau: that of the last rollout before it; loss, last_loss: per
     supervised token at the first and the last step; accuracy: of the first drafted token at the
-    last step, where the kind measures it; tokens: read, padding not counted."""
+    last step, if the kind measures it; tokens: read, without padding."""
 
     steps: int
     seconds: float
@@ -72,8 +72,8 @@ class Refreshed:
 
 
 class DrafterTraining:
-    """A drafter's weights in training. Raises `UserError` for a kind that trains none, or not on
-    its own words where that is asked for."""
+    """A drafter's weights in training. Raises `UserError` for a kind that trains no weights, or for
+    one that cannot be trained on-policy if that is configured."""
 
     def __init__(
         self, drafter: TrainableDrafter, target: TargetModel, settings: RefreshSettings
@@ -94,18 +94,18 @@ class DrafterTraining:
             self.features = OnPolicyFeatures(plain, self.drafter, eos, own, config)
 
     def follow(self) -> None:
-        """Go on with the target's new weights."""
+        """Continue with the target's new weights."""
         self.drafter.follow(self.target.weights)
 
     def train(self, documents: Iterable[Document], length: int, steps: int) -> Mapping[str, float]:
-        """So many steps on the documents, packed into rows of `length`; returns sums and, as loss
-        and last_loss, two means. The decoding drafter gets the new weights if all are finite; else
-        `UserError`, and both keep the old ones."""
+        """Train for `steps` steps on the documents, packed into rows of `length`; returns sums and,
+        as loss and last_loss, two means. The decoding drafter gets the new weights if all are
+        finite. Otherwise raises `UserError`, and both keep the old ones."""
         settings = self.settings
         data = PackedData(documents, length)
         rows = min(settings.rows, len(data))
         micro = math.gcd(rows, settings.micro_rows)
-        # another seed for every refresh: the first rows of one are not those of the next
+        # another seed for every refresh, so that the first rows differ between refreshes
         loader = StepLoader(data, rows, micro, 1, 0, settings.seed + self.steps)
         found: dict[str, float] = defaultdict(float)
         for index in range(steps):
@@ -137,13 +137,13 @@ class DrafterTraining:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Hand the weights to the drafter that decodes, in place."""
+        """Copy the weights to the drafter that decodes, in place."""
         own: dict[str, Tensor] = dict(self.served.state_dict())
         for name, value in self.drafter.state_dict().items():
             own[name].copy_(value)
 
     def state(self) -> dict[str, Any]:
-        """What `load` goes on from: weights in training, the optimiser's state, steps so far."""
+        """The state for `load`: weights in training, the optimiser's state, steps so far."""
         return {
             "drafter": dict(self.drafter.state_dict()),
             "optimizer": self.engine.optimizer.state_dict(),
@@ -151,7 +151,7 @@ class DrafterTraining:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; the decoding drafter gets its weights."""
+        """Continue from a `state`; the decoding drafter gets its weights."""
         self.drafter.load_state_dict(state["drafter"])
         self.engine.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
@@ -162,13 +162,13 @@ class DrafterTraining:
         return TorchEngine(self.drafter, self.config, self.settings.optim, world)
 
     def _take_back(self) -> None:
-        """Go back to the weights that decode; the optimiser begins anew."""
+        """Return to the decoding drafter's weights; the optimiser starts anew."""
         self.drafter.load_state_dict(self.served.state_dict())
         self.engine = self._new_engine()
 
 
 def _float32_copy(drafter: TrainableDrafter, target: TargetModel) -> TrainableDrafter:
-    """A drafter of the same weights to be trained, beside the target."""
+    """A trainable drafter with the same weights, on the target's device."""
     if not drafter.trains:
         raise UserError(
             f"kind '{drafter.kind}' trains no weights of its own, so there is nothing to refresh. "

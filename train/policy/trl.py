@@ -4,9 +4,9 @@
     rollouts = TrlRollouts(follower, steps=4)
     GRPOTrainer("policy", reward_funcs=..., args=..., rollout_func=rollouts).train()
 
-Answers have the distribution of the trainer's own `generate` and not its tokens: the noise is
-another. Written for TRL 1.16, whose `rollout_func` is experimental by its own words. TRL itself is
-not imported: the trainer comes in as it calls.
+Answers have the distribution of the trainer's own `generate` but not its tokens, because the noise
+differs. Written for TRL 1.16, which calls its `rollout_func` experimental. This module does not
+import TRL: the trainer passes itself when it calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ OWN_SEEDS = 1 << 40
 
 @dataclass(frozen=True)
 class Generated:
-    """What one call has cost. step: the trainer's; refreshed: before the rollout, where it was."""
+    """The cost of one call. step: the trainer's; refreshed: the refresh before the rollout, if
+    any."""
 
     step: int
     tau: float
@@ -37,12 +38,12 @@ class Generated:
 @dataclass
 class TrlRollouts:
     """A `rollout_func`: takes over the trainer's policy whenever it has changed, refreshes the
-    drafter by `steps` training steps (0: it stays as it is), and answers the prompts.
+    drafter with `steps` training steps (0: it stays as it is), and answers the prompts.
 
     Sampling is the trainer's (temperature, top_k, top_p, min_p, repetition_penalty,
-    max_completion_length); the draft and the batch are the engine's. log: what every call has cost.
-    Raises `UserError` for what the decoder does not do as the trainer does: `generation_kwargs`,
-    tools, other end-of-text tokens, images.
+    max_completion_length); the draft and the batch are the engine's. log: the cost of every call.
+    Raises `UserError` for settings in which the decoder differs from the trainer:
+    `generation_kwargs`, tools, other end-of-text tokens, images.
     """
 
     follower: Follower
@@ -52,7 +53,7 @@ class TrlRollouts:
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """TRL's contract: token ids of prompts and answers, log-probabilities of the latter, one
-        answer for every prompt as it is listed."""
+        answer for every listed prompt."""
         follower, training, refreshed = self.follower, trainer.model.training, None
         if self._step is None:
             self._adopt(trainer)
@@ -74,7 +75,7 @@ class TrlRollouts:
         }
 
     def _adopt(self, trainer: Any) -> None:
-        """Decode as the trainer would."""
+        """Take over the trainer's sampling settings."""
         follower, args = self.follower, trainer.args
         require_possible(trainer, follower.engine.target.eos_token_ids)
         follower.engine = follower.engine.with_settings(
@@ -89,7 +90,7 @@ class TrlRollouts:
 
 
 def require_possible(trainer: Any, ends: Sequence[int]) -> None:
-    """Raise `UserError` for a trainer whose own generation is another than the decoder's. ends: the
+    """Raise `UserError` for a trainer whose own generation differs from the decoder's. ends: the
     engine's end-of-text tokens."""
     args = trainer.args
     if getattr(args, "generation_kwargs", None):

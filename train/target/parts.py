@@ -1,13 +1,14 @@
-"""A target of which only what trainers need is in memory, where features come from elsewhere.
+"""A target in parts: if features come from elsewhere, only the weights that trainers need are in
+memory.
 
-Embedding and LM head are there, since drafters share them and losses turn hidden states into
-logits, and, where vLLM makes the features, the final norm, before which its states end. All else
-has a shape and no contents: a head that starts from a layer has that layer's weights read from
-their file when it asks for them. Only safetensors files are read, tensor by tensor, and only those
-files of a Hub repository are fetched that hold what is asked for.
+These are embedding and LM head, because drafters share them and losses turn hidden states into
+logits. If vLLM computes the features, the final norm is added, because vLLM's states end before it.
+All other weights have a shape and no contents: if a head starts from a layer, that layer's weights
+are read from their file on demand. Only safetensors files are read, tensor by tensor, and only the
+files of a Hub repository that hold the requested weights are fetched.
 
-What would run the target is refused beforehand (`refuse_parts`); its self-check at loading is left
-to the process that makes the features.
+Settings that would run the target are refused beforehand (`refuse_parts`); the target's self-check
+at loading is left to the process that computes the features.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def loader(job: TrainingJob) -> Callable[[TargetConfig], TargetModel]:
 
 
 def refuse_parts(job: TrainingJob) -> None:
-    """Raise one `UserError` for everything that a trainer with parts of a target cannot do."""
+    """Raise one `UserError` for all settings that are impossible with parts of a target."""
     if job.features.trainer_target == "whole":
         return
     config = job.config
@@ -92,9 +93,9 @@ def refuse_parts(job: TrainingJob) -> None:
 
 
 def load_parts(config: TargetConfig, norm: bool = False) -> TargetModel:
-    """The target with embedding and LM head alone, in its dtype on its device; its layers cannot
-    run. norm: with its final norm too. Raises `UserError` for what cannot be found or read in
-    parts, or is no target."""
+    """The target with only embedding and LM head, in its dtype on its device; its layers cannot
+    run. norm: load its final norm too. Raises `UserError` if it cannot be found or read in parts,
+    or is no target."""
     described = loading.checked_config(config)
     if getattr(described, "quantization_config", None) is not None:
         raise UserError(
@@ -140,7 +141,7 @@ def empty_model(config: TargetConfig, described: Any) -> Any:
 
 
 def replace_parameters(model: nn.Module, fresh: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters in the place of those with these ids, wherever they are used."""
+    """Replace the parameters with these ids by others, wherever they are used."""
     for module in model.modules():
         for key, old in module._parameters.items():
             if old is not None and id(old) in fresh:
@@ -156,7 +157,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def fill(model: Any, files: WeightFiles, device: torch.device, norm: bool) -> None:
-    """Give embedding, LM head and, if asked for, the final norm their weights, and bring the
+    """Load the weights of embedding, LM head and, if `norm` is set, the final norm, and move the
     buffers to the device."""
     move_buffers(model, device)
     head = model.get_output_embeddings()
@@ -164,19 +165,19 @@ def fill(model: Any, files: WeightFiles, device: torch.device, norm: bool) -> No
     names = {id(module): name for name, module in model.named_modules()}
     for module in [*ends, *(final_norms(model) if norm else ())]:
         for key, empty in list(module.named_parameters(recurse=False)):
-            if empty.device.type == "meta":  # a tied head has the embedding by now
+            if empty.device.type == "meta":  # a tied head already has the embedding
                 value = files.read(f"{names[id(module)]}.{key}", device)
                 replace_parameters(model, {id(empty): nn.Parameter(value, requires_grad=False)})
     own = f"{names.get(id(head))}.weight"
     if len(ends) == 2 and head.weight is ends[0].weight and files.apart(own):
-        # transformers does not believe a config that ties two weights which differ
+        # transformers ignores a config that ties two weights which differ
         value = files.read(own, device)
         if not torch.equal(value, head.weight):
             head.weight = nn.Parameter(value, requires_grad=False)
 
 
 def final_norms(model: Any) -> list[nn.Module]:
-    """The final norm of a model; none where it is not known."""
+    """The final norm of a model; empty if it is not known."""
     decoder = find_decoder(model)
     layers = find_layers(decoder, loading.decoder_layers(model.config.get_text_config()))
     found = find_final_norm(decoder, layers)
@@ -184,14 +185,14 @@ def final_norms(model: Any) -> list[nn.Module]:
 
 
 class WeightMap(TypedDict):
-    """What is read of a model's index: weight -> file."""
+    """The part of a model's index that is read: weight -> file."""
 
     weight_map: dict[str, str]
 
 
 class WeightFiles:
-    """Where each weight of a model lies in its safetensors files, which are fetched and opened as
-    read. read_so_far: weights and their bytes. Raises `UserError` when files or weights are
+    """The places of a model's weights in its safetensors files, which are fetched and opened when
+    read. read_so_far: weights and their bytes. Raises `UserError` if files or weights are
     missing."""
 
     def __init__(self, model: Any, config: TargetConfig, revision: str | None) -> None:
@@ -232,7 +233,7 @@ class WeightFiles:
         return content["weight_map"]
 
     def _fetch(self, name: str) -> str | None:
-        """The path of a file in the folder or the Hub's cache; None when there is none."""
+        """The path of a file in the folder or the Hub's cache; None if there is none."""
         try:
             found: str | None = cached_file(
                 self.path, name, revision=self.revision, _raise_exceptions_for_missing_entries=False
@@ -253,7 +254,7 @@ class WeightFiles:
         )
 
     def apart(self, name: str) -> bool:
-        """Whether a tied weight lies in the files under its own name and another one's too."""
+        """Whether the files hold a tied weight both under its own name and under the other's."""
         return name in self._keys and sum(each in self._keys for each in self._alike[name]) > 1
 
     def read(self, name: str, device: torch.device) -> Tensor:
@@ -283,8 +284,8 @@ class WeightFiles:
 
 
 def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[str]]:
-    """Weights that lie in files as they are -> their key; weights that transformers makes of
-    several, or of parts of one."""
+    """Weights that files hold as they are -> their key; weights that transformers makes from
+    several, or from parts of one."""
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -305,7 +306,7 @@ def stored_names(model: Any, keys: Iterable[str]) -> tuple[dict[str, str], set[s
 
 
 class StoredWeights(UserDict[str, Tensor]):
-    """The named weights of a target in parts, from memory or, when asked for, from a file."""
+    """The named weights of a target in parts, from memory or, on demand, from a file."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, device: torch.device) -> None:
         super().__init__(model.named_parameters())
@@ -327,7 +328,7 @@ class StoredWeights(UserDict[str, Tensor]):
 def trial_batch(
     job: TrainingJob, target: TargetModel, needs: FeatureSpec, packed: PackedBatch
 ) -> TrainBatch:
-    """`packed` with the target's features, random ones where it cannot compute them."""
+    """`packed` with the target's features; random ones if it cannot compute them."""
     online = OnlineFeatures(target, needs, job.engine.dtype)
     if job.features.trainer_target == "whole":
         return online.batch(packed)

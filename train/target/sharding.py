@@ -2,12 +2,12 @@
 
 Every process keeps 1/N of each decoder layer. A layer is gathered just before it runs and released
 right after it; meanwhile the next one is being gathered. Each process runs its own rows through the
-whole target, so features are what they are with a whole target, to the last bit. What lies outside
-of the layers is whole everywhere, since drafters share it. Memory per device: layers / N + two
+whole target, so features are the same as with a whole target, to the last bit. Weights outside the
+layers are whole in every process, since drafters share them. Memory per device: layers / N + two
 layers + the rest. Only the main process reads the target from disk, into CPU memory.
 
-Where the main process alone runs the target (measuring tau, the parity check), it announces each
-layer, and the others, waiting in `main_alone`, send their pieces of it.
+If only the main process runs the target (measuring tau, the parity check), it announces each layer,
+and the other processes, waiting in `main_alone`, send their pieces of it.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ _DONE = -1
 
 
 class TargetAccess:
-    """How a training reaches its target. This one: whole, in every process."""
+    """How a training accesses its target. In this class: whole, in every process."""
 
     served: ClassVar[bool] = False
     """Whether the other processes serve the main one inside `main_alone`."""
 
     def decode(self, config: DecodeConfig) -> DecodeConfig:
-        """`config` as far as this target can follow it."""
+        """`config`, changed to what this target supports."""
         return config
 
     def main_alone(self) -> AbstractContextManager[None]:
-        """Around what the main process alone does with the target. Collective."""
+        """The context for work that only the main process does with the target. Collective."""
         return nullcontext()
 
 
 def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAccess]:
-    """The target whole, in parts or divided. Collective; raises `UserError` when it cannot be."""
+    """The target: whole, in parts or divided. Collective; raises `UserError` if that is
+    impossible."""
     refuse_combinations(job)
     if job.engine.target_sharding == "none" or world.size == 1:
         return loader(job)(job.target), TargetAccess()
@@ -65,7 +66,7 @@ def load_target(job: TrainingJob, world: World) -> tuple[TargetModel, TargetAcce
 
 
 def refuse_combinations(job: TrainingJob) -> None:
-    """Raise `UserError` for what a target cannot do while it is divided."""
+    """Raise `UserError` for settings that are impossible with a divided target."""
     if job.target.tensor_parallel:
         raise UserError(
             "target.tensor_parallel splits a target over processes that all read the same rows, "
@@ -95,8 +96,8 @@ def refuse_combinations(job: TrainingJob) -> None:
 
 
 def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
-    """The target's modules, with real weights in the main process alone, and their parameters.
-    Collective."""
+    """The target's modules, with real weights only in the main process, and the number of their
+    parameters. Collective."""
     described = checked_config(config)
     facts: list[Any] = [None, None, None]
     model = None
@@ -126,7 +127,8 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
 
 
 def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], world: World) -> None:
-    """Bring what stays whole to every process; layers' weights stay in the main process."""
+    """Copy the weights that stay whole to every process; layers' weights stay in the main
+    process."""
     inside = {id(p) for p in _layers_of(model).parameters()}
     here = dict(model.named_parameters())
     names = [name for name, _, _ in named]
@@ -156,7 +158,7 @@ def _layers_of(model: Any) -> nn.ModuleList:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same contiguous memory as [n] uint8: every backend carries bytes."""
+    """The same contiguous memory as [n] uint8, because every backend can transfer bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -183,15 +185,16 @@ class DividedLayers(TargetAccess):
     """The decoder layers of a frozen model, each divided among all processes and whole only while
     it runs.
 
-    Building it takes the main process's weights and installs hooks. Collective, as is running: all
-    processes run the model equally often, or the main process alone inside `main_alone`.
+    The constructor takes the main process's weights and installs hooks. It is collective, as is
+    running: all processes run the model equally often, or only the main process does, inside
+    `main_alone`.
     """
 
     served: ClassVar[bool] = True
 
     def __init__(self, layers: nn.ModuleList, world: World) -> None:
         self.world = world
-        # Messages of their own: whatever else the processes say to one another cannot come between.
+        # A separate group, so that no other messages of the processes can come between.
         given: dict[str, Any] = {"timeout": JOIN_TIMEOUT, "use_local_synchronization": True}
         self.processes = dist.new_group(list(range(world.size)), **given)
         self.layers = layers
@@ -228,7 +231,7 @@ class DividedLayers(TargetAccess):
     # All processes run the target
 
     def _start(self, index: int) -> tuple[int, list[Tensor], list[Any]]:
-        """Begin to put layer `index` together: what it will be, and what to wait for."""
+        """Start to gather layer `index`; returns its buffers and the work to wait for."""
         wholes, waits = [], []
         for group in self.units[index]:
             whole = group.piece.new_empty(group.piece.numel() * self.world.size)
@@ -239,7 +242,7 @@ class DividedLayers(TargetAccess):
         return index, wholes, waits
 
     def _arrive(self, index: int, ahead: int = 1) -> None:
-        """Before a layer runs: have it whole, and the next one on its way (`ahead` 0: none)."""
+        """Before a layer runs: complete it, and start to gather the next one (`ahead` 0: none)."""
         if self._leading:
             self._announce(index)
             for group, whole in zip(self.units[index], self._collect(index), strict=True):
@@ -256,7 +259,7 @@ class DividedLayers(TargetAccess):
         self._coming = self._start(index + 1) if ahead and index + 1 < len(self.units) else None
 
     def _drop(self) -> None:
-        """Release a layer that a pass, ended before its last layer, no longer needs."""
+        """Release a layer that is no longer needed after a pass ended early."""
         if self._coming is not None:
             for wait in self._coming[2]:
                 wait.wait()
@@ -268,7 +271,7 @@ class DividedLayers(TargetAccess):
 
     @contextmanager
     def whole(self, index: int) -> Iterator[None]:
-        """Layer `index` with its weights inside the block, outside of a pass."""
+        """Layer `index` with its weights inside the block, outside a pass."""
         self._arrive(index, ahead=0)
         try:
             yield
@@ -294,17 +297,17 @@ class DividedLayers(TargetAccess):
             self._announce(_DONE)
 
     def decode(self, config: DecodeConfig) -> DecodeConfig:
-        """A captured step would hold no messages, so every operation is launched."""
+        """Without captured steps, which could not hold messages: every operation is launched."""
         return replace(config, graph="off")
 
     def _announce(self, index: int) -> int:
-        """Broadcast from the main process which layer is wanted; the others receive it."""
+        """Broadcast the requested layer from the main process; the others receive it."""
         message = torch.tensor([index], device=self.world.device)
         dist.broadcast(message, src=0, group=self.processes)
         return int(message)
 
     def _collect(self, index: int) -> list[Tensor]:
-        """Put layer `index` together in the main process; the others only send their pieces."""
+        """Gather layer `index` in the main process; the others only send their pieces."""
         wholes = []
         for group in self.units[index]:
             size, pieces = group.piece.numel(), None
@@ -317,9 +320,8 @@ class DividedLayers(TargetAccess):
 
 
 class DividedState(UserDict[str, Tensor]):
-    """The named weights of a target whose layers are divided, put together as asked for.
-    Collective: all processes ask in the same order, or the main process alone inside
-    `main_alone`."""
+    """The named weights of a target whose layers are divided, gathered on demand. Collective: all
+    processes ask in the same order, or only the main process does, inside `main_alone`."""
 
     def __init__(self, model: nn.Module, divided: DividedLayers) -> None:
         super().__init__(model.named_parameters())

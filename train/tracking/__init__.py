@@ -1,1 +1,1 @@
-"""What a run writes down and shows while it trains."""
+"""Logs, tracking services and displays of a run in training."""

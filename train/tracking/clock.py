@@ -1,11 +1,11 @@
-"""Where a training's time goes, by part, without slowing it down.
+"""The time of a training by part, measured without slowing it down.
 
-A `Clock` is a row of marks: whenever the work changes its kind, the time since the last mark is
-counted for the kind before, so the parts add up to the whole. On CUDA a mark is an event in the
-stream, read when the device has come past it anyhow: nothing waits for a clock, and readings come
-late by as much as the host runs ahead.
+A `Clock` is a sequence of marks: whenever the kind of work changes, the time since the last mark is
+counted for the previous kind, so the parts add up to the whole. On CUDA, a mark is an event in the
+stream, which is read after the device has passed it. Nothing waits for a clock, so readings are
+delayed by as much as the host runs ahead.
 
-    target          the frozen target's forward pass, and its logits where a loss asks for them
+    target          the frozen target's forward pass, and its logits if a loss needs them
     drafter         the drafter's forward and backward pass
     update          clipping and AdamW
     data            waiting for rows, or for features that come from elsewhere
@@ -38,7 +38,7 @@ COLLECTIVES = (
 
 
 class Timeline(Protocol):
-    """Gives marks, and the seconds between two; None while the device has not come there."""
+    """Sets marks, and measures the seconds between two; None until the device has reached them."""
 
     def mark(self) -> Any: ...
 
@@ -64,12 +64,12 @@ class DeviceTimeline:
         return event
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
-        """Seconds once the device has come past the second event; never waits for it."""
+        """Seconds, once the device has passed the second event; never waits for it."""
         return first.elapsed_time(second) / 1000.0 if second.query() else None
 
 
 class Clock:
-    """Puts time down to parts. Begins when it is made, in `other`."""
+    """Assigns time to parts. Starts when it is created, in `other`."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or HostTimeline()
@@ -82,7 +82,7 @@ class Clock:
         return cls(DeviceTimeline() if device.type == "cuda" else HostTimeline())
 
     def restart(self) -> None:
-        """Begin again, in the part that is open: what came before belongs to no part."""
+        """Start again, in the current part; the time before belongs to no part."""
         self._open.clear()
         self._last = self.timeline.mark()
 
@@ -154,8 +154,8 @@ def timing_collectives(clock: Clock) -> Iterator[None]:
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Threads that fetch ahead run in parallel to the training. Those of the backward pass
-            # run in its place.
+            # Threads that fetch ahead run in parallel to the training. Threads of the backward pass
+            # run instead of it.
             if threading.get_ident() != owner and torch._C._current_graph_task_id() == -1:
                 return function(*args, **kwargs)
             with clock.part("communication"):

@@ -1,6 +1,6 @@
-"""What a person sees while a drafter trains: live progress, and a line per evaluation.
+"""The display of a training: live progress, and a line per evaluation.
 
-Where there is no terminal, the same figures come as a plain line every half minute.
+Without a terminal, the same figures are printed as a plain line every half minute.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from train.tracking.clock import PARTS
 
 REFRESHES_PER_SECOND = 4
 PLAIN_SECONDS = 30.0
-"""Between two plain lines."""
+"""Seconds between two plain lines."""
 
 
 class Display:
-    """Live progress on a terminal, plain lines elsewhere, nothing where not `active`."""
+    """Live progress on a terminal, plain lines elsewhere, nothing if not `active`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Display:
             return
         self._told = now
         left = ""
-        # as long per step as in this session so far, measuring and saving included
+        # assumes the time per step of this session so far, including measuring and saving
         if first < step < self.steps:
             seconds = (now - begun) / (step - first) * (self.steps - step)
             left = f"  left {timedelta(seconds=round(seconds))}"
@@ -85,7 +85,7 @@ class Display:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Say that tau is being measured, so that a pause is understood."""
+        """Show that tau is being measured, which explains the pause."""
         before = self._bar.tasks[self._task].fields["figures"]
         self._bar.update(self._task, figures="measuring tau", refresh=True)
         yield

@@ -1,7 +1,7 @@
-"""What NVIDIA GPUs have used, where NVML tells: joules since the last reading.
+"""The energy of NVIDIA GPUs, if NVML reports it: joules since the last reading.
 
-The `pynvml` module (package nvidia-ml-py, the extra `gpu`) is optional; without it, on CPUs, and
-where the driver refuses, there is no figure.
+The `pynvml` module (package nvidia-ml-py, the extra `gpu`) is optional; without it, on CPUs, and if
+the driver refuses, there is no figure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EnergyMeter:
         return self._nvml is not None
 
     def take(self) -> float | None:
-        """Joules since the last call, or since the meter was made; None when unknown."""
+        """Joules since the last call, or since the meter was created; None if unknown."""
         if self._nvml is None:
             return None
         counter, now = self._read("TotalEnergyConsumption"), time.monotonic()
@@ -52,7 +52,7 @@ class EnergyMeter:
         return None if power is None else power * since
 
     def _read(self, figure: str) -> float | None:
-        """Joules (TotalEnergyConsumption) or watts (PowerUsage), where the card tells."""
+        """Joules (TotalEnergyConsumption) or watts (PowerUsage), if the card reports them."""
         try:
             return float(getattr(self._nvml, f"nvmlDeviceGet{figure}")(self._handle)) / 1000.0
         except self._nvml.NVMLError:

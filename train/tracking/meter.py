@@ -1,13 +1,13 @@
 """The cost of a training: time by part, model FLOPs utilisation, peak memory, energy.
 
 FLOPs are counted (train/planning/footprint.py) in the first step of a session and in every
-hundredth; in between the last count stands, as only the share of supervised tokens varies. Counted
-are the matrix products and attention that this process computes, recomputations included.
-Utilisation is their number over (the device's peak x the time of the steps, waiting included,
-measuring tau and saving excluded).
+hundredth. In between the last count is used, as only the share of supervised tokens varies. The
+count covers the matrix products and attention that this process computes, including recomputations.
+Utilisation is their number over (the device's peak x the time of the steps, including waiting,
+excluding measuring tau and saving).
 
-Energy is read by every process for its own GPU and goes along with the sums of the next step or
-save, so that the main process puts down what all of them used.
+Every process reads the energy of its own GPU and adds it to the sums of the next step or save, so
+that the main process records the energy of all of them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ASIDE = ("evaluation", "saving")
 
 class Meter:
     """Measures one process. spent: the sums of earlier sessions: seconds by part, `setup` (before
-    the loop), `flops`, `joules` (`unmetered` where a process could not tell), `peak_memory`
-    (bytes). main: only the main process counts FLOPs. begun: `time.perf_counter()` when the
-    training was asked for."""
+    the loop), `flops`, `joules` (`unmetered` if a process had no reading), `peak_memory` (bytes).
+    main: only the main process counts FLOPs. begun: `time.perf_counter()` when the training was
+    requested."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Meter:
             self._since_count += 1
             yield
             return
-        # Compiled code hides its operations; the counted step runs as it is written.
+        # Compiled code hides its operations, so the counted step runs uncompiled.
         with torch.compiler.set_stance("force_eager"), FlopCount() as count:
             yield
         self._flops, self._since_count = float(count.flops), 1
@@ -92,19 +92,19 @@ class Meter:
         return taken
 
     def own_energy(self) -> list[float]:
-        """[joules of this GPU up to the last reading, handed out once; 1 if it cannot tell, else
-        0], for `add_energy`."""
+        """[joules of this GPU up to the last reading, returned only once; 1 if there is no reading,
+        else 0], for `add_energy`."""
         joules, self._joules = self._joules, 0.0
         return [joules, float(not self.energy.available)]
 
     def add_energy(self, joules: float, silent: float) -> None:
-        """Add what all processes used; None from then on once any of them had no reading."""
+        """Add the energy of all processes; it is None once any of them had no reading."""
         if silent:
             self.spent["unmetered"] = 1.0
         self.spent["joules"] = self.spent.get("joules", 0.0) + joules
 
     def finish(self) -> None:
-        """Add what is under way, waiting for the device, and measure a CPU's peak again."""
+        """Wait for the device, add the open measurements, and measure a CPU's peak again."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.take()
@@ -121,17 +121,17 @@ def peak_memory(device: torch.device) -> int:
 
 
 def total_seconds(spent: dict[str, float]) -> float:
-    """All time of the training that is accounted for."""
+    """The total time of the training over all parts."""
     return sum(spent.get(name, 0.0) for name in PARTS)
 
 
 def energy_used(spent: dict[str, float]) -> float | None:
-    """Joules of all processes' GPUs, or None where not all of them were known all the time."""
+    """Joules of all processes' GPUs, or None if a reading was missing at any time."""
     return None if "unmetered" in spent else spent.get("joules")
 
 
 def utilisation(spent: dict[str, float], peak: float) -> float | None:
-    """FLOPs over what the device could do in the steps' time; None where either is unknown."""
+    """FLOPs over the device's peak in the steps' time; None if either is unknown."""
     seconds = total_seconds(spent) - sum(spent.get(name, 0.0) for name in ASIDE)
     flops = spent.get("flops", 0.0)
     return flops / (seconds * peak) if peak and flops and seconds > 0 else None

@@ -1,9 +1,9 @@
-"""What a training cost and what it reached: `summary.json`, `tau.png` and a table.
+"""The costs and results of a training: `summary.json`, `tau.png` and a table.
 
 `Summary` is the file's schema, its reader and its documentation. All seconds are those of the main
 process, whose clock stands for all; device-hours count every process of the launch. Time and energy
-that a killed session spent after its last saved state are not included. A run that a signal stopped
-leaves a summary too.
+that a killed session spent after its last saved state are not included. A run that was stopped by a
+signal leaves a summary too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from train.tracking.tracker import read_log
 
 SUMMARY_FILE, PLOT_FILE = "summary.json", "tau.png"
 NO_NVIDIA = "no NVIDIA GPU"
-"""Why energy is not known: only NVML tells it."""
+"""Why energy is not known: only NVML reports it."""
 
 
 class Device(BaseModel):
-    """What the training ran on."""
+    """The device of the training."""
 
     kind: Literal["cpu", "cuda"]
     name: str
@@ -121,7 +121,7 @@ class Summary(BaseModel):
 
 
 def read_summary(path: str | Path) -> Summary:
-    """The summary of a run, given its folder or file; raises `UserError` when it cannot be read."""
+    """The summary of a run, given its folder or file; raises `UserError` if it cannot be read."""
     file = Path(path)
     file = file / SUMMARY_FILE if file.is_dir() else file
     advice = "Give the folder of a finished `headstart train`."
@@ -176,7 +176,7 @@ def summarise(
 
 
 def energy_source(world: World, joules: float | None) -> str:
-    """Whose energy it is, or why there is none."""
+    """The GPUs whose energy it is, or why there is none."""
     if joules is not None:
         return f"NVML, the GPUs of {world.size} training process{'es' * (world.size > 1)}"
     if world.device.type != "cuda":
@@ -197,7 +197,7 @@ def describe(world: World, processes: int) -> Device:
 
 
 def write_summary(summary: Summary, out: Path) -> Table:
-    """Write summary.json and, where tau was measured, tau.png to `out`; returns a table to show."""
+    """Write summary.json and, if tau was measured, tau.png to `out`; returns a table to show."""
     if summary.taus:
         plot_tau(summary, out / PLOT_FILE)
     write_json(out / SUMMARY_FILE, summary.model_dump(mode="json"))

@@ -1,8 +1,8 @@
-"""What a run writes while it trains: `log.jsonl`, and tracking services if asked for.
+"""Logging of a run in training: `log.jsonl`, and tracking services if configured.
 
-One line is one JSON object with its `step`. A saved state remembers the log's length; when a run
-continues from it, what was written later is cut off first, so that nothing is there twice. The
-services are in `train.tracking.services`; one that fails in the middle of a training is left out.
+One line is one JSON object with its `step`. A saved state records the log's length; when a run
+continues from it, later lines are cut off first, so that no line is repeated. The services are in
+`train.tracking.services`; one that fails during a training is left out from then on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LOG_FILE = "log.jsonl"
 ID_FILE = "wandb-id.txt"
 TRACKIO_FILE = "trackio-id.txt"
-"""Its presence says that the folder's run has begun; Trackio finds the run by its name."""
+"""Its presence means that the folder's run has begun; Trackio finds the run by its name."""
 TENSORBOARD = "tensorboard"
 _SECRET_WORDS = ("key", "token", "secret", "password", "credential")
 _PLAIN_WORDS = ("tokens", "tokenizer")
@@ -94,7 +94,7 @@ class TrackerConfig:
 
     @property
     def on(self) -> bool:
-        """Whether any service is asked for."""
+        """Whether any service is configured."""
         return self.wandb != "disabled" or self.tensorboard or self.trackio or self.mlflow
 
 
@@ -110,7 +110,7 @@ class Tracker:
         settings: Settings,
         active: bool = True,
     ) -> None:
-        """length: bytes of the log that belong to what is continued; settings: of the training, for
+        """length: bytes of the log that belong to the continued run; settings: of the training, for
         the services. Raises `UserError` for a service that cannot start."""
         self._file: Any = None
         self._services: list[Service] = []
@@ -147,7 +147,7 @@ class Tracker:
             self._each(lambda service: service.show(step, transcripts))
 
     def keep(self, checkpoint: Path) -> None:
-        """Store the best checkpoint, if that was asked for."""
+        """Store the best checkpoint, if configured."""
         if self._artifact:
             self._each(lambda service: service.keep(checkpoint))
 
@@ -162,7 +162,7 @@ class Tracker:
                 logger.warning("%s failed and gets no more figures: %s", name, error)
 
     def flush(self) -> int:
-        """Force the log onto the disk; returns its length in bytes."""
+        """Force the log to disk; returns its length in bytes."""
         if self._file is None:
             return 0
         os.fsync(self._file.fileno())
@@ -184,7 +184,7 @@ class Tracker:
 def starters(
     config: TrackerConfig, out: Path, settings: Settings
 ) -> Iterator[Callable[[], Service]]:
-    """What starts each service that is asked for."""
+    """A function that starts it, for each configured service."""
     name = config.name or str(settings.get("kind", ""))
     names = RunNames(config.project, name, config.group, config.job_type, config.tags)
     if config.tensorboard:
@@ -202,7 +202,7 @@ def starters(
 
 
 def own_identity(file: Path) -> tuple[str, bool]:
-    """The id in `file`, which is written at the first call; and whether it was there before."""
+    """The id in `file`, which is written at the first call, and whether it existed before."""
     known = file.is_file()
     if not known:
         write_bytes(file, f"{secrets.token_hex(4)}\n".encode())
@@ -210,7 +210,7 @@ def own_identity(file: Path) -> tuple[str, bool]:
 
 
 def scalars(figures: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Names and values of all numbers in a line of the log but `step`; nested as `outer/inner`."""
+    """Names and values of all numbers in a log line except `step`; nested as `outer/inner`."""
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -240,7 +240,7 @@ def without_secrets(settings: Settings) -> dict[str, object]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no not-a-number: None stands for them."""
+    """Replace infinity and NaN, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {name: _finite(inner) for name, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

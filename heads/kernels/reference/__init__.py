@@ -1,1 +1,1 @@
-"""Plain-torch meanings of operations that have kernels, with their declarations."""
+"""Plain-torch references of operations that have kernels, with their declarations."""

@@ -1,10 +1,10 @@
-"""Losses of rows of logits against a target's, all that are asked for at once, in plain torch.
+"""Losses of rows of logits against a target's, all requested ones at once, in plain torch.
 `heads/kernels/row_losses.py` holds the Triton kernels.
 
-The meaning of each is the function of its name in `heads.nn.losses`. What the kernels save is
-memory traffic: those functions hold float32 copies of the logits, these two read the logits in
-their own dtype and write nothing as wide but the gradient (`heads/kernels/row_losses.py` counts the
-bytes).
+Each loss is defined by the function of its name in `heads.nn.losses`. The kernels save memory
+traffic: those functions hold float32 copies of the logits, while the two kernels read the logits in
+their own dtype and write nothing of that width except the gradient (`heads/kernels/row_losses.py`
+counts the bytes).
 
 Legend: M positions, V vocabulary, ... leading dimensions that share the target's rows (steps).
 """
@@ -35,7 +35,7 @@ NAMES = (
     TOTAL_VARIATION,
     ACCEPTANCE_NLL,
 )
-"""Losses that can be asked for. `cross_entropy` needs labels, all others the target's logits."""
+"""Available losses. `cross_entropy` needs labels, all others the target's logits."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def row_losses(
     """Losses `names` of logits [..., M, V] against the target's [M, V], without gradient for these,
     and labels int64 (broadcast to [..., M]).
 
-    temperature: of both distributions in all losses but the cross entropy; beta: of
+    temperature: of both distributions in all losses except the cross entropy; beta: of
     `jensen_shannon`.
     """
     values = {}

@@ -1,1 +1,1 @@
-"""Block drafters: the parts of DFlash, DFlash 2, DSpark, Domino and their relatives."""
+"""Parts of block drafters: DFlash, DFlash 2, DSpark, Domino and related methods."""

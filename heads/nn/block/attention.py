@@ -1,10 +1,10 @@
 """Attention of block drafters in training: many blocks of one sequence at once.
 
-A block stands behind a place t of the sequence, the last position whose true states it may see: its
-queries attend to the context up to t within t's document, and to the block's own slots. Nothing of
-another block and nothing behind t is visible (DFlash, 2602.06036). Two ways to compute the same:
-exactly with dense scores (the CPU, float64, few queries), and with flex attention on CUDA, which
-skips what is masked.
+A block is anchored at a place t of the sequence, the last position whose true states it may see:
+its queries attend to the context up to t within t's document, and to the block's own slots. Other
+blocks and positions after t are not visible (DFlash, 2602.06036). There are two ways to compute
+this: exactly with dense scores (the CPU, float64, few queries), and with flex attention on CUDA,
+which skips masked scores.
 
 Legend: B rows, T positions, A blocks per row, b slots per block, h query heads, g key/value heads,
 G = h / g, D head size.
@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 KeyValue = tuple[Tensor, Tensor]
 
 LEAST_QUERIES = 128
-"""Queries of a row from which flex attention pays: the side of its tiles. For fewer torch takes
+"""Queries of a row from which flex attention pays off: the side of its tiles. For fewer, torch uses
 another kernel, which it cannot build for every shape."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What the slots of some blocks see. visible [B, A, b, T] bool: the context, with 1 for b where
+    """What the slots of some blocks see. visible [B, A, b, T] bool: the context, with 1 for b if
     all slots of a block see the same; causal: whether a slot sees only itself and earlier slots of
     its block; flex: the same as a block mask of flex attention, None for dense scores."""
 
@@ -43,7 +43,7 @@ class View:
     def of(
         cls, segments: Tensor, last: Tensor, slots: int, causal: bool, flex: bool, window: int = 0
     ) -> View:
-        """segments [B, T]; last [B, A]; slots: b. flex: build the block mask too, where it pays.
+        """segments [B, T]; last [B, A]; slots: b. flex: also build the block mask, if it pays off.
         window: positions that a slot sees of the context, counted from its own, besides the last
         one; 0: all."""
         places = torch.arange(segments.shape[1], device=segments.device)
@@ -112,9 +112,9 @@ def _compiled() -> Callable[..., Any]:
 
 
 class _OutsideModes(torch.autograd.Function):
-    """Compiled flex attention where a dispatch mode is at work, such as the one that counts FLOPs.
-    torch compiles nothing there, and its uncompiled flex attention holds all scores and has no
-    implementation for modes: so both passes leave the modes, which do not see this attention."""
+    """Compiled flex attention inside a dispatch mode, such as the one that counts FLOPs. torch
+    compiles nothing there, and its uncompiled flex attention holds all scores and has no
+    implementation for modes. So both passes leave the modes, which do not see this attention."""
 
     @staticmethod
     def forward(ctx: Any, mask: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
 """A first draft layer that starts by carrying the root's embedding to the slots of the block.
 
-Behind the root a block consists of equal mask embeddings, which say nothing: before anything else
-slots have to learn to look at the root, and until they do nothing else can be learnt of them. Here
-the first layer does it from the start, with the weights of an ordinary layer and nothing else.
-Equal queries and keys score by their distance alone, through their rotations:
+After the root, a block consists of equal mask embeddings, which carry no information. Slots first
+have to learn to look at the root; until then they can learn nothing else. Here the first layer does
+this from the start, using only the weights of an ordinary layer. Equal queries and keys score by
+their distance alone, through their rotations:
 
 * Half of the key/value heads look for the root: their keys read one direction on which nearly all
   embeddings lie on one side (least squares over the vocabulary; their mean would leave the frequent
-  ones out), and the norm of key heads keeps nothing but the side. The mask embedding starts on the
-  other one, so the nearest key that counts is the root's.
-* The other half (all where there is one) look at the slot before. So the first drafted slot holds
-  the whole root and the later ones a part of it: were they all alike, the deeper depths, of which
-  little can be known, would spoil the first.
+  ones out), and the norm of key heads keeps only the side. The mask embedding starts on the other
+  side, so the nearest key that counts is the root's.
+* The other half (all heads if there is only one) look at the slot before. So the first drafted slot
+  holds the whole root and the later ones a part of it. If all were equal, the deeper depths, which
+  are hard to predict, would spoil the first.
 * Values are the leading principal directions of the embeddings, as many as the value heads hold,
   and the output matrix turns them back, at the embeddings' own size. The MLP starts at zero.
 
@@ -47,7 +47,7 @@ def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, ro
     moments = normed.T @ normed / rows.shape[0]  # [H, H]
     ridge = 1e-3 * moments.diagonal().mean() * torch.eye(rows.shape[1], device=rows.device)
     side = F.normalize(torch.linalg.solve(moments + ridge, normed.mean(0)), dim=0)
-    # The directions that tokens use, the least used first: on that one the mask can be told from
+    # The directions that tokens use, the least used first: that one distinguishes the mask from
     # them.
     spread = torch.linalg.eigh(moments).eigenvectors
     quiet = F.normalize(spread[:, 0] - (spread[:, 0] @ side) * side, dim=0)
@@ -55,7 +55,7 @@ def start_carrying(layer: BlockLayer, mask: Tensor | None, embedding: Tensor, ro
     size_of = attention.head_dim
     heads, kv_heads = (p.out_features // size_of for p in (attention.q_proj, attention.k_proj))
     constant = torch.zeros(size_of, device=rows.device)
-    # Not the pairs that turn fastest: within a block their scores rise again with the distance.
+    # Without the pairs that turn fastest: within a block their scores rise again with the distance.
     constant[size_of // 16 : size_of // 2] = 1.0
     init.constant(layer.input_layernorm.weight, 1.0)
     both = side + 2.0 * quiet  # tokens and masks are on one side of this

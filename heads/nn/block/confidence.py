@@ -1,10 +1,10 @@
 """A drafter's own estimate that a draft will be accepted, and its calibration.
 
-The head (DSpark, 2607.05147) reads a slot's state and, where the drafter has a table of them,
-the parent's row; it is trained on 1 - TV(p, q), the chance of acceptance under the rule. What it
-says is then calibrated on recorded drafts by sequential temperature scaling: depth by depth a
-temperature is fitted such that the PRODUCT of the confidences up to there, the chance that a chain
-survives so far, fits what was accepted. Schedulers rank drafts by that product.
+The head (DSpark, 2607.05147) reads a slot's state and, if the drafter has a table of tokens, the
+parent's row; it is trained on 1 - TV(p, q), the chance of acceptance under the rule. Its output is
+then calibrated on recorded drafts by sequential temperature scaling: depth by depth, a temperature
+is fitted such that the PRODUCT of the confidences up to there, the chance that a chain survives so
+far, matches the recorded acceptance. Schedulers rank drafts by that product.
 
 Legend: M recorded chains, K depths, H hidden, r rank, `...` any.
 """
@@ -37,7 +37,7 @@ class ConfidenceHead(nn.Module):
         self.register_buffer("temperatures", torch.ones(depths))
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Small weights and no opinion."""
+        """Small weights, and equal odds."""
         init.normal(self.proj.weight, 0.1 * self.proj.in_features**-0.5, generator)
         init.constant(self.proj.bias, 0.0)
 
@@ -68,10 +68,10 @@ def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
     """Sequential temperature scaling: log_odds [M, K] as recorded, accepted [M] int64 drafts of
     each chain that were accepted -> temperatures [K] float32.
 
-    Depth k's temperature is the one under which the survival up to k explains the outcomes best
-    (least binary cross entropy), the temperatures before it being settled. Choosing it by the
-    calibration error itself followed the noise of a few hundred chains (docs/log.md). Raises
-    `UserError` without records.
+    Depth k's temperature is the one with which the survival up to k explains the outcomes best
+    (least binary cross entropy), given the temperatures before it. A choice by the calibration
+    error itself followed the noise of a few hundred chains (docs/log.md). Raises `UserError`
+    without records.
     """
     if log_odds.shape[0] == 0:
         raise UserError(
@@ -95,7 +95,7 @@ def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
 
 def calibration_error(chances: Tensor, outcomes: Tensor, bins: int = 10) -> float:
     """Expected calibration error of chances [M] in [0, 1] against outcomes [M] of 0 and 1: the mean
-    gap between what was said and what happened, over bins of equal width, weighted by their share.
+    gap between predicted and observed rate over bins of equal width, weighted by their share.
     """
     place = (chances * bins).long().clamp(0, bins - 1)
     said = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, chances.double())

@@ -106,7 +106,8 @@ class Config(SizeConfig):
 
     @property
     def distractor(self) -> float:
-        """Weight of the penalty on distractors: `correlator.distractor` where there is one."""
+        """Weight of the penalty on distractors: `correlator.distractor` if there is a
+        correlator."""
         return self.correlator.distractor if self.dependency == "lilicorr" else 0.0
 
     def candidate_scores(self, slots: int) -> int:
@@ -116,17 +117,17 @@ class Config(SizeConfig):
         return self.correlator.heads * candidates**2 if self.dependency == "lilicorr" else 0
 
     def objective(self) -> Objective:
-        """What a slot is compared with."""
+        """The training objective of a slot."""
         return Objective(self.ce, self.kl, self.tv, self.lk, self.annealed_lk)
 
     def losses(self) -> tuple[str, ...]:
-        """The losses of rows that training asks for: the objective's, the surprise of right tokens
-        for weights that depend on it, and the acceptance rate for the confidence."""
+        """The losses of rows that training needs: the objective's, the cross entropy of right
+        tokens for weights that depend on it, and the total variation for the confidence."""
         names = list(self.objective().names)
         names += [CROSS_ENTROPY] if self.weighting().by_probability else []
         names += [TOTAL_VARIATION] if self.confidence else []
         return tuple(dict.fromkeys(names))
 
     def weighting(self) -> Weighting:
-        """How much each depth weighs."""
+        """The weights of the depths."""
         return Weighting(self.depth_weights, self.gamma, self.block_size, self.d_pace_smoothing)

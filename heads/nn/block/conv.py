@@ -1,9 +1,10 @@
-"""The local convolution of DFlash 2: every slot mixes in the one before it.
+"""The local convolution of DFlash 2: every slot adds a part of the one before it.
 
-Two taps, depthwise, causal within the block; the kernel is a fixed part per channel plus a part
-that the input decides per group of channels: out[i, c] = sum over t of (base[t, c] + delta[i, t,
-group(c)]) * x[i - t, c]. One projection of the sublayer's input gives the kernels of both of its
-sides. It starts as the identity. Parameter names are those of serving engines (vLLM and SGLang).
+It has two taps and is depthwise and causal within the block. The kernel is a fixed part per channel
+plus a part per group of channels that depends on the input: out[i, c] = sum over t of (base[t, c] +
+delta[i, t, group(c)]) * x[i - t, c]. One projection of the sublayer's input gives the kernels of
+both of its sides. It starts as the identity. Parameter names are those of serving engines (vLLM and
+SGLang).
 
 Legend: N blocks, b slots, H hidden, C = H / group size.
 """
@@ -35,7 +36,7 @@ class BlockConv(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """The identity: what the sublayer computes is unchanged."""
+        """The identity: the sublayer's result is unchanged."""
         self.base_kernel.zero_()[:, 0] = 1.0
         self.kernel_projection.weight.zero_()
 
@@ -45,7 +46,7 @@ class BlockConv(nn.Module):
         return self._mix(states, kernels[..., 0, :, :], 0), kernels[..., 1, :, :]
 
     def after(self, states: Tensor, kernel: Tensor) -> Tensor:
-        """The sublayer's output [N, b, H], convolved with the kernel that `before` gave."""
+        """The sublayer's output [N, b, H], convolved with the kernel from `before`."""
         return self._mix(states, kernel, 1)
 
     def _mix(self, states: Tensor, delta: Tensor, side: int) -> Tensor:

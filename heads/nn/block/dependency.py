@@ -1,7 +1,7 @@
-"""What makes a block drafter's slots depend on the tokens before them.
+"""Dependencies: how a block drafter's slots depend on the tokens before them.
 
-The backbone gives every slot k a state h_k and base logits U_k that know nothing of the tokens
-drafted in between. A dependency adds what the drafted prefix says; x_0 is the root, x_{k-1} the
+The backbone gives every slot k a state h_k and base logits U_k, which are independent of the tokens
+drafted in between. A dependency adds the effect of the drafted prefix; x_0 is the root, x_{k-1} the
 parent of the token at depth k:
 
 * markov (DSpark, 2607.05147): U_k + W2 W1[x_{k-1}]; gated: W1[x] weighed by sigmoid(G [h_k;
@@ -10,13 +10,13 @@ parent of the token at depth k:
   second depth on.
 * selector (DFlash 2, 3.8): among the best of U_k, U_k(b) + <A[x_{k-1}] * P h_k, B[b]>.
 * parent (TreeFlash, 3.7): the logits of h_k + SwiGLU([norm(emb(x_{k-1})); norm(h_k)]).
-* lilicorr (2608.20530): scores of neighbouring candidates, made once for the whole block
-  (heads/nn/block/lattice.py); the carry is the scores behind x_{k-1}.
+* lilicorr (2608.20530): scores of neighbouring candidates, computed once for the whole block
+  (heads/nn/block/lattice.py); the carry is the scores after x_{k-1}.
 
 Each of the others reads tokens into a carry (`read`), which is cheap, and turns a carry into logits
 (`logits`), which costs a vocabulary. Training reads along the true tokens, drafting level by level
 along every path of a tree; both use the same two functions. Parameter names are those of serving
-engines where there are any (vLLM and SGLang).
+engines, if these have the dependency (vLLM and SGLang).
 
 Legend: M blocks, P nodes, K depths, H hidden, V vocabulary, r rank, C size of the carry; `...` is
 [M, K] in training and [B, P] in drafting.
@@ -39,10 +39,11 @@ from heads.nn.blocks import RMSNorm
 from heads.nn.matrices import set_matrix
 
 OUTSIDE = 8.0
-"""How far below its base logit a token stands that is no candidate of the selector."""
+"""How far a token that is no candidate of the selector is put below its base logit."""
 FADE = 1.0
-"""A token fades out over so many logits below the worst candidate. A sharp edge would let the
-rounding of bfloat16 decide who is a candidate, and training and drafting would disagree there."""
+"""A token fades out over this many logits below the worst candidate. With a sharp edge, the
+rounding of bfloat16 would decide which tokens are candidates, and training and drafting would
+disagree there."""
 
 Embed = Callable[[Tensor], Tensor]
 """Tokens [...] -> the target's embeddings [..., H]."""
@@ -52,9 +53,9 @@ class Dependency:
     """The interface, and the drafter without any dependency.
 
     modules: the trained parts by name, which the drafter registers. size: C. needs_base: whether
-    `logits` uses the base logits U_k. raw: whether the states it is given come from before the
-    final norm. first: the first depth it changes. recurrent: whether a carry depends on the one
-    before. whole: whether it reads all slots of a block at once (`lattice`).
+    `logits` uses the base logits U_k. raw: whether its input states come from before the final
+    norm. first: the first depth it changes. recurrent: whether a carry depends on the one before.
+    whole: whether it reads all slots of a block at once (`lattice`).
     """
 
     size = 0
@@ -71,23 +72,23 @@ class Dependency:
             raise UserError(f"head.dependency_rank must be at least 1; given {rank}.")
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Start as no dependency at all: the first logits are the base logits."""
+        """Start without any effect: the first logits are the base logits."""
 
     def read(self, tokens: Tensor, states: Tensor, carry: Tensor, embed: Embed) -> Tensor:
         """Parents x_{k-1} [...], states h_k [..., H], carry [..., C] of k - 1 -> that of k."""
         return carry
 
     def lattice(self, base: Tensor, states: Tensor, anchor: Tensor, embed: Embed) -> Lattice | None:
-        """Where the rule is `whole`: base logits [M, K, V], normed states [M, K, H] and the fused
-        feature of the last committed position [M, H] -> candidates and their scores, which give
-        the carries in the place of `read`, and the logits in that of `logits`."""
+        """For dependencies that are `whole`: base logits [M, K, V], normed states [M, K, H] and the
+        fused feature of the last committed position [M, H] -> candidates and their scores, which
+        give the carries instead of `read`, and the logits instead of `logits`."""
         return None
 
     def logits(self, base: Tensor | None, states: Tensor, carry: Tensor, project: Embed) -> Tensor:
         """Base logits [..., V] (None where `needs_base` is False), states h_k and the carry, all of
         depth k -> its logits [..., V].
 
-        project: from states of the kind that `raw` names to the target's logits.
+        project: maps states (before or after the final norm, see `raw`) to the target's logits.
         """
         assert base is not None
         return base
@@ -97,19 +98,19 @@ class Dependency:
     ) -> Tensor:
         """What `logits` adds to the base logits of a few tokens, for drafting [B, P, k].
 
-        columns [B, k] int64; base [B, 1, V] of their slot, states [B, P, H], carry [B, P, C]. Rules
-        that can read their tables at the tokens alone override it.
+        columns [B, k] int64; base [B, 1, V] of their slot, states [B, P, H], carry [B, P, C].
+        Dependencies that can read their tables only at these tokens override it.
         """
         logits = self.logits(base, states, carry, project)
         few = columns[:, None].expand(-1, logits.shape[1], -1)
         return logits.gather(-1, few).float() - base.gather(-1, columns[:, None]).float()
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
-        """Where [R] it can learn of `labels` [R] with base logits [R, V]; None: everywhere."""
+        """Where [R] it can learn from `labels` [R] with base logits [R, V]; None: everywhere."""
         return None
 
     def hint(self, tokens: Tensor) -> Tensor | None:
-        """What the confidence head reads of the parents [...] besides h_k: [..., r], or None."""
+        """The confidence head's input from the parents [...] besides h_k: [..., r], or None."""
         return None
 
     def unroll(self, tokens: Tensor, states: Tensor, embed: Embed) -> Tensor:
@@ -147,7 +148,7 @@ class Markov(Dependency):
         self.modules = {"markov_head": self.tables}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """W1 from the target's embeddings, so that like tokens learn alike; W2 zero."""
+        """W1 from the target's embeddings, so that similar tokens learn alike; W2 zero."""
         tables = self.tables
         init.copy(tables.markov_w1.weight, project_rows(weights.embedding, self.rank, generator))
         init.constant(tables.markov_w2.weight, 0.0)
@@ -217,7 +218,7 @@ class Gru(Dependency):
         self.modules = {"prefix_gru": self.cell, "embed_proj": self.correct}
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        # Embeddings are not normalised: their own size decides how far they drive the gates.
+        # Embeddings are not normalised: their size decides how strongly they drive the gates.
         size = float(weights.embedding.float().square().mean().sqrt()) * self.info.hidden_size**0.5
         init.normal(self.cell.weight_ih_l0, 1.0 / max(size, 1e-6), generator)
         init.normal(self.cell.weight_hh_l0, self.size**-0.5, generator)
@@ -285,13 +286,13 @@ class Selector(Dependency):
         return share * scores - OUTSIDE * (1 - share)
 
     def teaches(self, base: Tensor | None, labels: Tensor) -> Tensor | None:
-        """Where the right token is among the candidates: elsewhere no order of them is right."""
+        """Where the right token is among the candidates; elsewhere no order of them is right."""
         assert base is not None
         return self.candidates(base).gather(-1, labels[:, None])[:, 0] > 0
 
     def candidates(self, base: Tensor) -> Tensor:
-        """Base logits [..., V] -> how far each token is a candidate, 1 for the best `top_k`, 0 for
-        the rest, in between where it is a close call."""
+        """Base logits [..., V] -> how far each token is a candidate: 1 for the best `top_k`, 0 for
+        the rest, in between near the limit."""
         worst = base.detach().topk(self.top_k, -1).values[..., -1:]
         return (1 - (worst - base.detach()) / FADE).clamp(0, 1)
 
@@ -314,7 +315,7 @@ class ParentMixer(nn.Module):
 
 
 class Parent(Dependency):
-    """The slot's state itself is changed by the parent before it meets the LM head (TreeFlash)."""
+    """The parent changes the slot's state before the LM head reads it (TreeFlash)."""
 
     needs_base = False
     raw = True
@@ -340,7 +341,7 @@ class Parent(Dependency):
 
 
 class Correlated(Dependency):
-    """A lattice of the best base tokens of all slots, whose scores one pass makes (LiLiCorr)."""
+    """A lattice of the best base tokens of all slots, scored in one pass (LiLiCorr)."""
 
     whole = True
 
@@ -385,7 +386,7 @@ def build_dependency(
 
 
 def require_candidates(top_k: int) -> None:
-    """Raise `UserError` where a slot would have no candidate."""
+    """Raise `UserError` if a slot would have no candidate."""
     if top_k < 1:
         raise UserError(f"head.selector_top_k must be at least 1; given {top_k}.")
 

@@ -1,19 +1,19 @@
 """LiLiCorr (2608.20530): a small transformer that scores which candidates of neighbouring slots
 follow each other.
 
-A block drafter knows how likely a token is at its slot, but not which tokens of two slots belong
+A block drafter predicts how likely a token is at its slot, but not which tokens of two slots belong
 together. Here every slot keeps its k best candidates. All candidates of a block attend to each
-other; of each one an `in` vector and an `out` vector are read. The score of candidate j at slot d
-behind candidate i at slot d - 1 is
+other, and each gets an `in` vector and an `out` vector. The score of candidate j at slot d after
+candidate i at slot d - 1 is
 
     scale * cos(out(d - 1, i), in(d, j)),
 
 and at the first slot scale * cos(out of the anchor, in(1, j)), where the anchor is the fused
 feature of the last committed position. A block is drafted from the left: the scores of a slot are
-those of the token that was drafted before it. One pass gives all scores, so that the whole tree is
-conditioned on its parents at the cost of one lookup a node.
+those after the token that was drafted before it. One pass gives all scores, so every node of a tree
+is conditioned on its parent at the cost of one lookup.
 
-Parameter names are those of vLLM and SGLang, where they stand below `lilicorr.`.
+Parameter names are those of vLLM and SGLang, where they have the prefix `lilicorr.`.
 
 Legend: M blocks, K slots that draft, k candidates per slot, P nodes of one level, H hidden, E size
 of the correlator, V vocabulary.
@@ -38,10 +38,10 @@ from heads.nn.blocks import RMSNorm
 from heads.nn.matrices import set_matrix
 
 FEATURES = 5
-"""What is known of a candidate: log-probability, probability, distance in log-probability to the
+"""Input features of a candidate: log-probability, probability, distance in log-probability to the
 best of its slot, rank (0 to 1), and whether it is the best."""
 OUTSIDE = 8.0
-"""How far below the lowest possible score a token stands that is no candidate."""
+"""How far a token that is no candidate is put below the lowest possible score."""
 
 
 @config("head.correlator")
@@ -77,7 +77,7 @@ class CorrelatorConfig:
 class Lattice:
     """The candidates of M blocks and their scores. tokens [M, K, k] int64, the best first;
     log_probs [M, K, k]: the block drafter's own; start [M, k]: scores at the first slot; pair [M,
-    K-1, k, k]: of candidate j at the next slot behind candidate i."""
+    K-1, k, k]: scores of candidate j at the next slot after candidate i."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -85,8 +85,8 @@ class Lattice:
     pair: Tensor
 
     def follow(self, depth: int, parents: Tensor) -> Tensor:
-        """Scores [M, P, k] of the candidates at `depth` (1-based) behind tokens [M, P] one level
-        up. Behind a token that is no candidate: the log-probabilities of the slot."""
+        """Scores [M, P, k] of the candidates at `depth` (1-based) after tokens [M, P] one level up.
+        After a token that is no candidate: the log-probabilities of the slot."""
         if depth == 1:
             return self.start[:, None].expand(-1, parents.shape[1], -1)
         same = self.tokens[:, depth - 2, None] == parents[..., None]
@@ -96,7 +96,7 @@ class Lattice:
         return torch.where(same.any(-1, keepdim=True), scores, self.log_probs[:, depth - 1, None])
 
     def along(self, parents: Tensor) -> Tensor:
-        """Scores [M, K, k] at all depths behind given tokens [M, K], those before each depth."""
+        """Scores [M, K, k] at all depths after given tokens [M, K], those before each depth."""
         depths = range(1, parents.shape[1] + 1)
         return torch.cat([self.follow(d, parents[:, d - 1 : d]) for d in depths], 1)
 
@@ -185,8 +185,8 @@ class Correlator(nn.Module):
         self.anchor_out_head = nn.Linear(size, factors)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Layers that change nothing, no opinion on slots and ranks; the rest as
-        `initialise_blocks` leaves it. Vectors must not be zero: their gradient would be."""
+        """Layers that change nothing, and zero weights for slots and ranks; the rest as
+        `initialise_blocks` leaves it. Vectors must not be zero, or their gradient would be zero."""
         init.constant(self.feature_norm.weight, 1.0)
         init.constant(self.feature_norm.bias, 0.0)
         positions = self.slot_embedding, self.rank_embedding

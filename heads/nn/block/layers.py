@@ -1,11 +1,11 @@
 """The decoder layers of block drafters: Qwen3's, with keys and values of the target's states.
 
-Every layer forms keys and values of the context (normalised features of the target, no norm of its
-own before them) beside those of the block's slots, with the same projections or with separate ones
-(DFlash, 2602.06036; DFlare). Layers may start from layers of the target: the weight of a layer's
-first norm is folded into the projections behind it, so that the features, which carry no such
-weight, meet the projections as the target's own states did. Parameter names are those of serving
-engines (vLLM and SGLang).
+Every layer computes keys and values of the context (normalised features of the target, without
+another norm before them) beside those of the block's slots, with the same projections or with
+separate ones (DFlash, 2602.06036; DFlare). Layers may start from layers of the target. The weight
+of a layer's first norm is then folded into the projections after it, because the features carry no
+such weight; the projections thus get the same input as in the target. Parameter names are those of
+serving engines (vLLM and SGLang).
 
 Legend: N blocks, b slots, B rows, T positions, H hidden, h query heads, g key/value heads, D head
 size.
@@ -34,9 +34,9 @@ PARTS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-"""The matrices and norms of a Llama layer: what a draft layer starts from."""
+"""The matrices and norms of a Llama layer, from which a draft layer starts."""
 IGNORED = ("self_attn.q_norm", "self_attn.k_norm")
-"""Norms of heads, taken over where the target has them."""
+"""Norms of heads, copied if the target has them."""
 
 
 class BlockAttention(Attention):
@@ -100,7 +100,7 @@ class LayerFusion(nn.Module):
         self.eps = eps
 
     def initialise(self, nearest: Sequence[int]) -> None:
-        """Layer i reads mostly the tap number nearest[i]."""
+        """Layer i reads mostly tap number nearest[i]."""
         init.constant(self.mix, 0.0)
         with torch.no_grad():
             for layer, tap in enumerate(nearest):
@@ -124,10 +124,10 @@ def spread(count: int, first: int, last: int) -> tuple[int, ...]:
 
 
 def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model_type: str) -> str:
-    """What keeps the target's layer from starting a draft layer; empty when nothing does.
+    """The reason why a draft layer cannot start from the target's layer; empty if it can.
 
-    Biases are left out: they are small beside what training changes. Norms of other meanings
-    (Gemma's 1 + w, norms behind the sublayers) do not fit.
+    Biases are left out: they are small compared with the changes by training. Norms of other
+    meanings (Gemma's 1 + w, norms after the sublayers) do not fit.
     """
     if model_type.startswith("gemma"):
         return "norms that add one to their weight"
@@ -145,7 +145,7 @@ def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model
 
 @torch.no_grad()
 def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> None:
-    """Copy the target's layer, the first norm folded into the projections behind it."""
+    """Copy the target's layer, with the first norm folded into the projections after it."""
     found = {part: state[f"model.layers.{layer}.{part}.weight"].float() for part in PARTS}
     first = found.pop("input_layernorm")
     own = dict(mine.named_parameters())
@@ -164,8 +164,7 @@ def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> No
         if norm is not None and norm.shape == mine_norm.shape:
             init.copy(mine_norm, norm)
         else:
-            # The size that heads of normalised inputs have on average, so that scores keep their
-            # spread.
+            # The average size of heads for normalised inputs, so that scores keep their spread.
             size = found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt()
             init.constant(mine_norm, float(size))
 
@@ -177,7 +176,7 @@ def start_layers(
     state: Mapping[str, Tensor],
     required: bool,
 ) -> bool:
-    """Start draft layer i from the target's layer chosen[i] and say whether that was possible.
+    """Start draft layer i from the target's layer chosen[i]; returns whether that was possible.
 
     required: raise `UserError` naming what does not fit, instead of leaving the layers alone.
     """

@@ -1,16 +1,16 @@
-"""Objectives of block drafters: what a slot is compared with, and how much each depth weighs.
+"""Objectives of block drafters: the losses of a slot, and the weight of each depth.
 
-A mix of cross entropy against the answer's token, KL and total variation against the target's
-distribution, and the LK losses. Depths weigh exp(-(k - 1) / gamma), all the same, or by D-PACE
-(2605.18810): by how much the expected accepted length would grow with the log-probability of
-the right token at that depth,
+The objective is a mix of cross entropy against the answer's token, KL and total variation against
+the target's distribution, and the LK losses. Depths weigh exp(-(k - 1) / gamma), all the same, or
+by D-PACE (2605.18810): by how much the expected accepted length would grow with the log-probability
+of the right token at that depth,
 
     w_k = d / d log c_k  sum over m of prod over j <= m of c_j  =  sum over m >= k of prod over j <=
                          m of c_j,
 
 with c_j the drafter's own probability q_j of the right token, without gradient: the confidence
-accumulated up to k times the value of going on from there. Smoothing a (its equation 7) takes c_j =
-(1 - a) q_j + a, so that deep tokens are learned before the first ones are right.
+accumulated up to k times the value of continuing from there. Smoothing a (its equation 7) uses c_j
+= (1 - a) q_j + a, so that deep tokens are learned before the first ones are right.
 
 Legend: M blocks, K depths, R supervised (block, depth) pairs, V vocabulary.
 """
@@ -57,12 +57,12 @@ class Objective:
 
     @property
     def soft(self) -> bool:
-        """Whether anything is compared with the target's distribution."""
+        """Whether any loss uses the target's distribution."""
         return max(self.kl, self.tv, self.lk, self.annealed_lk) > 0
 
     @property
     def weights(self) -> dict[str, float]:
-        """Those above 0 of losses of rows, by the losses' names; all but `annealed_lk`."""
+        """The weights above 0 of losses of rows, by the losses' names; all but `annealed_lk`."""
         weights = {
             CROSS_ENTROPY: self.ce,
             FORWARD_KL: self.kl,
@@ -73,14 +73,13 @@ class Objective:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The losses of rows that it is made of."""
+        """The losses of rows that the objective consists of."""
         annealed = (FORWARD_KL, TOTAL_VARIATION) if self.annealed_lk > 0 else ()
         return tuple(dict.fromkeys([*self.weights, *annealed]))
 
     def hits(self, found: RowLosses, labels: Tensor) -> Tensor:
-        """Whether the drafter's likeliest token is the one [R] that a drafter of this objective is
-        to rank first: the answer's, or the target's best where the target's distribution weighs
-        more."""
+        """Whether the drafter's likeliest token is the one [R] that this objective ranks first: the
+        answer's, or the target's best if the target's distribution weighs more."""
         soft = self.kl + self.tv + self.lk + self.annealed_lk > self.ce
         aim = found.target_best if soft and found.target_best is not None else labels
         return found.best == aim
@@ -96,7 +95,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much each depth weighs. gamma: of the exponential, in depths; 0: (block size + 5) / 3,
+    """The weights of the depths. gamma: of the exponential, in depths; 0: (block size + 5) / 3,
     which gives the published 7, 5 and 4 for blocks of 16, 10 and 7; smoothing: of D-PACE."""
 
     name: str
@@ -119,7 +118,7 @@ class Weighting:
 
     def __call__(self, right: Tensor, valid: Tensor) -> Tensor:
         """Weights [M, K] without gradient, where `valid` [M, K]; right [M, K]: log-probabilities of
-        the right tokens, which mean nothing unless `by_probability`."""
+        the right tokens, used only if `by_probability`."""
         if self.by_probability:
             return d_pace(right, valid, self.smoothing)
         depths = torch.arange(right.shape[1], device=right.device, dtype=right.dtype)

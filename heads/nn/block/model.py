@@ -1,5 +1,5 @@
 """The network of block drafters: fused taps, layers that read them, slots, dependency and
-confidence; no training, no drafting.
+confidence, without training and drafting.
 
 Legend: B rows, T positions, M blocks, b slots per block, H hidden, V vocabulary, n taps, C carry of
 a dependency, g key/value heads, D head size.
@@ -31,7 +31,7 @@ from heads.nn.rope import Rope, Rotation
 
 
 class BlockModel(TrainableDrafter):
-    """What a block drafter computes."""
+    """The network of a block drafter."""
 
     additions: ClassVar[tuple[str, ...]] = (
         *("markov_head.*", "prefix_gru.*", "embed_proj.*", "candidate_selector.*"),
@@ -79,14 +79,15 @@ class BlockModel(TrainableDrafter):
         unset_parameters(self)
 
     def bind(self, weights: TargetWeights) -> None:
-        """See `TrainableDrafter`; rotates as the target does where heads are of its size."""
+        """See `TrainableDrafter`; rotates as the target does if heads are of its size."""
         super().bind(weights)
         rotary = weights.rotary
         if rotary is not None and rotary.inverse_frequencies.shape == (self.shape.head_dim // 2,):
             self._rope.follow(rotary)
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
-        """Layers from the target's (`start_from`), and dependencies that change nothing yet."""
+        """Layers from the target's (`start_from`), and dependencies that change nothing at
+        first."""
         config, info = self.config, self.info
         initialise_blocks(self, generator)
         layers = [cast(BlockLayer, layer) for layer in self.layers]
@@ -125,7 +126,7 @@ class BlockModel(TrainableDrafter):
         return self.target.embed(tokens, self.norm.weight.dtype)
 
     def _project_given(self, states: Tensor) -> Tensor:
-        """States [..., H] as the dependency is given them -> the target's logits [..., V]."""
+        """States [..., H] as the dependency gets them -> the target's logits [..., V]."""
         return self.target.project(self.norm(states) if self.dependency.raw else states)
 
     def _fused(self, taps: Tensor) -> list[Tensor]:
@@ -151,7 +152,7 @@ class BlockModel(TrainableDrafter):
         return torch.cat([first, mask.expand(first.shape[0], slots - 1, -1)], 1)
 
     def _depths(self, states: Tensor, depth: int) -> Tensor:
-        """Slots [M, b, H] -> those that give the tokens at depths 1..depth [M, depth, H]."""
+        """Slots [M, b, H] -> those that predict the tokens at depths 1..depth [M, depth, H]."""
         first = 0 if self.config.sample_from_anchor else 1
         return states[:, first : first + depth]
 
@@ -163,8 +164,8 @@ class BlockModel(TrainableDrafter):
         depth: Tensor | int,
         among: Tensor | None,
     ) -> Tensor:
-        """Logits [..., V] at `depth` [...], with what the drafted prefix says; among: the
-        candidates there [..., k], of rules with a lattice."""
+        """Logits [..., V] at `depth` [...], including the effect of the drafted prefix; among: the
+        candidates there [..., k], for dependencies with a lattice."""
         rule = self.dependency
         if among is not None:
             assert base is not None
@@ -185,7 +186,7 @@ class BlockModel(TrainableDrafter):
 
 
 def number_of_layers(config: Config, info: TargetInfo) -> int:
-    """Draft layers: those named or given, or half of the target's; and the carrying one."""
+    """The number of draft layers: as configured, or half of the target's; and the carrying one."""
     extra = int(config.carry_root)
     named = len(config.from_target_layers)
     if named and config.num_layers not in (0, named + extra):
@@ -200,6 +201,6 @@ def number_of_layers(config: Config, info: TargetInfo) -> int:
 
 
 def default_start(count: int, num_layers: int) -> tuple[int, ...]:
-    """The target's layers that `count` draft layers start from: the first, the last and what is
-    evenly between; some of them twice where there are fewer than draft layers."""
+    """The target's layers that `count` draft layers start from: the first, the last and evenly
+    spread ones between them; some twice if the target has fewer layers."""
     return tuple(round(i * (num_layers - 1) / max(1, count - 1)) for i in range(count))

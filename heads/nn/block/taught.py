@@ -1,4 +1,4 @@
-"""What the depths of training blocks are to say: their tokens, and where the target predicts them.
+"""The labels of training blocks: the tokens at their depths, and where the target predicts them.
 
 Legend: B rows, T positions, A anchors per row, M = B * A blocks, K depths.
 """
@@ -16,9 +16,9 @@ from heads.nn.anchors import Anchors
 
 @dataclass
 class Taught:
-    """What the depths of M blocks are to say. labels, parents [M, K] int64: the token at each depth
-    and the one before it; states_at [M, K] int64: the flat position whose state the target draws it
-    from; mask [M, K] bool: supervised; scale [M]."""
+    """The labels of M blocks. labels, parents [M, K] int64: the token at each depth and the one
+    before it; states_at [M, K] int64: the flat position from whose state the target draws it; mask
+    [M, K] bool: supervised; scale [M]."""
 
     labels: Tensor
     parents: Tensor
@@ -28,11 +28,11 @@ class Taught:
 
     @classmethod
     def of(cls, batch: TrainBatch, anchors: Anchors, depths: int) -> Taught:
-        """Of the blocks of a batch, at depths 1..K behind their roots."""
+        """The labels of a batch's blocks, at depths 1..K after their roots."""
         rows, length = batch.tokens.shape
         ahead = torch.arange(1, depths + 1, device=batch.tokens.device)
         row = torch.arange(rows, device=batch.tokens.device)[:, None, None]
-        # [B, A, K]; what is cut is not supervised
+        # [B, A, K]; clamped places are not supervised
         states_at = (anchors.last[..., None] + ahead).clamp(max=length - 1)
         label_at = (states_at + 1).clamp(max=length - 1)
         supervised = batch.supervised_ahead(depths).unflatten(0, (rows, length))  # [B, T, K]

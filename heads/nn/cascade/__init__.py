@@ -1,1 +1,1 @@
-"""Drafters made of drafters: one speeds up another, or several share one verification."""
+"""Drafters that consist of drafters: one speeds up another, or several share one verification."""

@@ -1,15 +1,15 @@
 """A drafter sped up by another drafter: speculative decoding inside one proposal.
 
-The upper level (a `Reader`) is to draft a chain. Instead of running it once per token, the lower
-level proposes a few tokens per inner round and the upper judges them in one pass. The upper's own
+The upper level (a `Reader`) drafts a chain. Instead of running it once per token, the lower level
+proposes a few tokens per inner round and the upper level checks them in one pass. The upper's own
 choice at every position is `noise.pick` of its logits at the absolute position, and a proposed
-token is kept where it is that choice: so the chain is exactly what the upper would have drafted
-alone, as far as it gets. Rounds are fixed in number and size, nothing asks the device for a value;
-a row whose proposals were refused ends with a shorter chain.
+token is kept if it equals that choice. So the chain is exactly the one that the upper would have
+drafted alone, as far as it gets. Rounds are fixed in number and size, and nothing synchronises with
+the device; a row whose proposals were rejected ends with a shorter chain.
 
-A round is one step of the decode loop in small, the upper standing where the target stands: what it
-keeps is committed to the lower level, whose state is put back afterwards, because none of it is
-committed text.
+A round is a small step of the decode loop, with the upper level in the place of the target. Tokens
+that it keeps are committed to the lower level, whose state is restored afterwards, because they are
+not committed text.
 
 Legend: B rows, W tokens read per round (the known one and the lower's), R rounds, D deepest level
 wanted, C = 1 + R * W the deepest level that can be reached, N nodes, V vocabulary.
@@ -32,8 +32,8 @@ from heads.nn.drafting.plan import TreePlan
 @dataclass
 class Drafted:
     """A chain behind the root. tokens [B, C+1] int64, the root first; live [B] int64: how many
-    drafted ones count (at least 1); logits [B, C, V]: row d is what the token at depth d+1 was
-    drawn from; None when they are not needed."""
+    drafted ones count (at least 1); logits [B, C, V]: row d is the one from which the token at
+    depth d+1 was drawn; None if they are not needed."""
 
     tokens: Tensor
     live: Tensor
@@ -87,7 +87,7 @@ def draft_chain(
             depth = live[:, None] + torch.arange(width, device=root.device)
             picks = noise.pick(read, root_position[:, None] + depth + 1)
             agreed = (window[:, 1:] == picks[:, :-1]).to(torch.int64).cumprod(1).sum(1)
-            # what lies behind the first refusal is overwritten in the next round, or stays behind
+            # tokens after the first rejection are overwritten in the next round, or stay beyond
             # `live`
             tokens.scatter_(1, depth + 1, picks)
             if keep:
@@ -106,10 +106,10 @@ def _run(tokens: Tensor, following: Tensor, positions: Tensor, lengths: Tensor) 
 
 
 def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: Noise) -> Proposal:
-    """The tree of `plan`: the chain along its best path, beside it the upper's next choices.
+    """The tree of `plan`: the chain along its best path, and the upper's next choices beside it.
 
-    Nodes deeper than the chain is long are dead (`Proposal.limit`) and repeat the root; so do the
-    nodes below second choices, which the upper has not read.
+    Nodes deeper than the chain are dead (`Proposal.limit`) and repeat the root; so do the nodes
+    below second choices, which the upper has not read.
     """
     depth, root = plan.max_depth, drafted.tokens[:, :1]
     width = drafted.tokens.shape[1]
@@ -134,7 +134,7 @@ def fill_tree(plan: TreePlan, drafted: Drafted, root_position: Tensor, noise: No
     if not noise.keeps_logits:
         return Proposal(tokens, plan.tree, limit=limit)
     assert logits is not None
-    # [B, 1, V]: what nodes that repeat the root were drawn from
+    # [B, 1, V]: the logits of nodes that repeat the root
     repeated = certain(root, logits.shape[2], logits.dtype)
     here = (plan.best_path & live.roll(-1, 1)[:, plan.node_depth])[..., None]
     logits = torch.where(here, logits[:, plan.node_depth], repeated)

@@ -1,4 +1,4 @@
-"""Several drafters in one verification: their trees behind one root.
+"""Several drafters in one verification: their trees share one root.
 
 Legend: B rows, N nodes of the joined tree, D deepest level.
 """
@@ -17,12 +17,11 @@ from heads.api.tree import DartreeShape, DraftShape, DynamicShape, TokenTree
 def split_shape(
     shape: DraftShape, branches: tuple[int, ...], device: torch.device
 ) -> list[DraftShape]:
-    """What each part fills, so that all together stay within `shape`: the first part the same kind
-    of shape with fewer nodes, the others chains of at most `branches` tokens each.
+    """The shapes that the parts fill, which together stay within `shape`: the first part gets the
+    same kind of shape with fewer nodes, the others chains of at most `branches` tokens each.
 
-    The others get at most half of the drafted nodes, those first in order what they want; a part
-    for which nothing is left gets a chain of 0. Of a chain there is only one branch: the first part
-    gets all of it.
+    The others get at most half of the drafted nodes, in order; a part for which nothing is left
+    gets a chain of 0. A chain has only one branch, so the first part gets all of it.
     """
     drafted = shape.num_nodes - 1
     room = 0 if shape.is_chain else drafted // 2
@@ -37,8 +36,8 @@ def split_shape(
 def smaller(shape: DraftShape, drafted: int, device: torch.device) -> DraftShape:
     """`shape` with `drafted` nodes behind the root.
 
-    Of a static tree the nodes are kept whose paths are shortest when every sibling rank on the way
-    counts as two levels: so it keeps its depth along the best path rather than its width.
+    A static tree keeps the nodes with the shortest paths, where every sibling rank on the way
+    counts as two levels. So it keeps its depth along the best path rather than its width.
     """
     if isinstance(shape, (DynamicShape, DartreeShape)):
         return replace(shape, nodes=drafted + 1)
@@ -59,12 +58,12 @@ def choices_of(tree: TokenTree) -> list[tuple[int, ...]]:
 
 
 def join(proposals: list[Proposal]) -> Proposal:
-    """All drafted nodes behind one root. Tokens that several parts drafted stand there several
-    times, which the `match` rule takes as it should (of equal siblings the one with the longer
-    accepted path counts).
+    """All drafted nodes behind one root. A token that several parts drafted appears several times,
+    which the `match` rule handles correctly (of equal siblings, the one with the longer accepted
+    path counts).
 
-    No logits: what follows from weighing a draft by its q does not hold for drafts of several
-    distributions beside each other, so the rules take them as certain, and that is `match` (see
+    There are no logits: weighing a draft by its q is not valid for drafts from several
+    distributions beside each other. So the rules take the drafts as certain, which is `match` (see
     `inference.decoding.rules.weights`).
     """
     if len(proposals) == 1:
@@ -103,5 +102,5 @@ def _ancestors(trees: list[TokenTree], rows: int, nodes: int) -> Tensor:
 
 
 def _behind_one_root(values: list[Tensor]) -> Tensor:
-    """Values of every part's nodes, side by side; the root's are the first part's."""
+    """Values of all parts' nodes, side by side; the root's are the first part's."""
     return torch.cat([values[0], *(value[:, 1:] for value in values[1:])], 1)

@@ -1,7 +1,7 @@
 """The parts of a cascade: built from descriptions, kept in one checkpoint.
 
 A part is described by a mapping: {checkpoint: folder}, or {kind: name, ...settings of that kind}.
-What is stored is always the second form, so that a saved cascade needs no other folder.
+The second form is always stored, so that a saved cascade needs no other folder.
 
 Legend: B rows, T positions, H hidden, n taps of the cascade, m taps of a part.
 """
@@ -33,7 +33,7 @@ class CascadePart:
 
 
 def build_part(given: Mapping[str, Any], info: TargetInfo) -> CascadePart:
-    """Build the drafter described, weights unset; raises `UserError` for no description."""
+    """Build the described drafter, with weights unset; raises `UserError` without a description."""
     keys = [key for key in ("checkpoint", "kind") if key in given]
     if len(keys) != 1 or (keys == ["checkpoint"] and len(given) != 1):
         raise UserError(
@@ -65,11 +65,11 @@ def modules_of(parts: list[CascadePart]) -> nn.ModuleDict:
 
 
 def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.Generator) -> None:
-    """Load the part's weights from its folder, or set them afresh."""
+    """Load the part's weights from its folder, or initialise them."""
     if not isinstance(part.drafter, TrainableDrafter):
         return
     if part.folder is None:
         part.drafter.initialise(weights, generator)
     else:
         load_weights(part.drafter, stored_weights(part.folder))
-        part.drafter.bind(weights)  # some share what follows from loaded tensors
+        part.drafter.bind(weights)  # some share results of the loaded tensors

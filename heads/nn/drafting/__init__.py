@@ -1,1 +1,1 @@
-"""From a draft's shape to the tensors that steps look up, and filling it with tokens."""
+"""Plans of a draft's shape, as tensors that steps look up, and filling the shape with tokens."""

@@ -1,27 +1,28 @@
 """DARTree (2608.13524): a tree that grows autoregressively from the slots of one drafting pass.
 
-The pass gives every depth a distribution that knows nothing of the tokens drafted above it. The k
-best tokens of a depth are its candidates, behind whatever path. The tree grows level by level: the
-W nodes of a level offer all candidates of the next depth as children, scored by
+The pass gives every depth a distribution that is independent of the tokens drafted above it. The k
+best tokens of a depth are its candidates, for every path. The tree grows level by level: the W
+nodes of a level offer all candidates of the next depth as children, scored by
 
     s(child) = s(parent) + log q(child | path),
 
 and the W best of these W * k children are the next level. With a dependency, q is the
-distribution over the candidates that the path gives; what the path says of all other tokens is
-never computed, so that a level costs W * k numbers and not W vocabularies. Without one, q is the
-slot's own distribution. When all levels have grown, the N - 1 nodes of greatest
+distribution over the candidates given the path; all other tokens are never scored, so a level costs
+W * k numbers and not W vocabularies. Without one, q is the slot's own distribution. When all levels
+have grown, the N - 1 nodes of greatest
 
     s - penalty * depth
 
 are verified. The sum of exp(s) over the drafted nodes is the length that the drafter expects to be
-accepted, so a penalty of 0 maximises it over what was grown; with W >= N - 1 no other tree of
-these candidates is expected to do better. A drafter is the surer of a path the deeper it is, beyond
-what the target accepts: the penalty divides the odds of every level by exp(penalty) and moves nodes
-from deep paths to shallow siblings. No node scores above its parent, so the best nodes are a tree.
+accepted, so a penalty of 0 maximises it over the grown nodes; with W >= N - 1 no other tree of
+these candidates is expected to do better. A drafter's confidence in a path exceeds the target's
+acceptance more and more with depth. The penalty divides the odds of every level by exp(penalty) and
+moves nodes from deep paths to shallow siblings. No node scores above its parent, so the best nodes
+are a tree.
 
 Above temperature 0 scores are log q + noise, normalised likewise (`Ranking.PERTURBED`). Shapes are
-fixed and nothing asks the device. The drafts are judged as those of dynamic trees, as certain
-(`inference.decoding.rules.specinfer` says why), so what they were drawn from is not kept.
+fixed and nothing synchronises with the device. The drafts count as certain, like those of dynamic
+trees (`inference.decoding.rules.specinfer` says why), so their distributions are not kept.
 
 Legend: B rows, N nodes, D deepest level, W nodes per level, P nodes of the level above, k
 candidates per depth, C size of a dependency's carry, V' draft vocabulary.
@@ -40,9 +41,9 @@ from heads.nn.drafting.selection import keep_best
 from heads.nn.drafting.state import Rooted
 
 Along = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""What paths add: (depth of the children, columns [B, k] of its candidates, the parents' tokens [B,
-P], the carry [B, P, C] before these) -> what is added to the candidates' logits [B, P, k], or [B,
-1, k] where all parents add the same, and the carry [B, P, C] behind the parents."""
+"""The effect of paths: (depth of the children, columns [B, k] of its candidates, the parents'
+tokens [B, P], the carry [B, P, C] before these) -> addition to the candidates' logits [B, P, k], or
+[B, 1, k] if it is the same for all parents, and the carry [B, P, C] after the parents."""
 
 
 def grow_from_pass(
@@ -59,7 +60,7 @@ def grow_from_pass(
 
     token_ids [V'] maps columns to target ids when the draft vocabulary is reduced. along, carry [B,
     1, C]: the dependency, and its carry before the root; None: slots are independent. columns [B,
-    D, k] int64: the candidates, where the dependency knows no others; None: the best of each depth.
+    D, k] int64: the candidates, if the dependency has only these; None: the best of each depth.
     """
     root = state.root[:, None]
     ahead = torch.arange(1, logits.shape[1] + 1, device=root.device)

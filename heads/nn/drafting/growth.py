@@ -2,11 +2,12 @@
 drafters that predict every depth independently, in static trees and in dynamic ones.
 
 A dynamic tree is chosen while it is drafted. Every candidate has a score, the sum of its path's
-gains (`Ranking`), none of them above 0; so a node never scores above its parent, and the N - 1 best
-candidates of all form a tree. Autoregressive drafters consider the children of the `width` best
-nodes of every level (EAGLE-2, 2406.16858); independent ones keep enough nodes per level that the
-result is exactly the N - 1 best paths of all (best first, as in DDTree and JetSpec). Shapes are
-fixed and nothing asks the device. Trees that grow from one pass: `heads.nn.drafting.dartree`.
+gains (`Ranking`), none of which is above 0. So a node never scores above its parent, and the N - 1
+best of all candidates form a tree. Autoregressive drafters consider the children of the `width`
+best nodes of every level (EAGLE-2, 2406.16858). Independent ones keep enough nodes per level that
+the result is exactly the N - 1 best paths of all (best first, as in DDTree and JetSpec). Shapes are
+fixed and nothing synchronises with the device. Trees that grow from one pass:
+`heads.nn.drafting.dartree`.
 
 Legend: B rows, N nodes, D deepest level, P nodes that are run or extended at one level, k width, C
 candidates of all levels (the root included), V' draft vocabulary, H hidden.
@@ -87,8 +88,8 @@ def choose(
 
 def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None = None) -> Proposal:
     """Draft behind the rows' roots with logits [B, D, V'] of every depth 1..D that do not depend on
-    the tokens before; D is the plan's depth, at least 1. A node's token depends on its depth and
-    rank alone, but where rules want nodes to draw independently (`Noise.separate`)."""
+    the tokens before; D is the plan's depth, at least 1. A node's token depends only on its depth
+    and rank, unless rules need nodes that draw independently (`Noise.separate`)."""
     plan, root = state.plan, state.root[:, None]
     positions = state.root_position[:, None]
     positions = positions + torch.arange(1, logits.shape[1] + 1, device=root.device)
@@ -110,7 +111,7 @@ def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None =
 def _each_node(
     plan: TreePlan, positions: Tensor, logits: Tensor, noise: Noise, token_ids: Tensor | None
 ) -> Tensor:
-    """Columns [B, N-1] of the drafted nodes, chosen for each node's children by themselves, by
+    """Columns [B, N-1] of the drafted nodes, chosen separately for each node's children, from
     logits [B, D, V'] of every depth at `positions` [B, D]."""
     found = []
     for level in plan.levels:
@@ -123,7 +124,8 @@ def _each_node(
 
 
 def _by_depth(logits: Tensor, tree: TokenTree, noise: Noise) -> Tensor | None:
-    """What each node's children were drawn from [B, N, V'] of [B, D, V'], if wanted."""
+    """The logits [B, N, V'] from which each node's children were drawn, of [B, D, V'], if
+    needed."""
     if not noise.keeps_logits:
         return None
     depth = tree.depth.clamp(max=logits.shape[1] - 1).expand(logits.shape[0], -1)
@@ -147,7 +149,8 @@ class ChosenTree:
 
 
 def best_first(root: Tensor, shape: DynamicShape, beam: int, offer: Offer) -> ChosenTree:
-    """The best nodes behind `root` [B] that `offer` unfolds; `beam` are extended per level.
+    """The best nodes behind `root` [B] among those that `offer` gives; `beam` are extended per
+    level.
 
     Candidates are numbered level by level, then by parent, then by rank, the root being 0. Of equal
     scores the lower number is kept, so that parents and better siblings come first.

@@ -1,7 +1,7 @@
-"""Where the rows of a draft stand that are run through an autoregressive drafter: their slots in
-its cache, their positions and what they see.
+"""The places of a draft's rows that are run through an autoregressive drafter: their slots in its
+cache, their positions and what they see.
 
-Run rows lie behind the committed slots in the order in which they are run, level by level.
+Run rows come after the committed slots in the order in which they are run, level by level.
 
 Legend: B rows, S cache slots, P nodes run at one level, R nodes run at all levels, W words of 32
 bits, D head size.
@@ -22,10 +22,10 @@ from heads.nn.rope import Rotation, look_up
 
 @dataclass(frozen=True)
 class Memory:
-    """A drafter's key/value cache, as far as growing a tree must know it.
+    """The facts of a drafter's key/value cache that are needed to grow a tree.
 
-    base [B] int64: the first slot behind what is committed, and the position of nodes at depth 1 in
-    the drafter's own counting; slots before it are seen by all. table [.., 2, D]: rotations of
+    base [B] int64: the first slot after the committed ones, and the position of nodes at depth 1 in
+    the drafter's own counting; all rows see the slots before it. table [.., 2, D]: rotations of
     every position.
     """
 
@@ -35,7 +35,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class CachePlace:
-    """Where the P rows that are run at one level stand: slots [B, P] int64 in the cache, the
+    """The place of the P rows that are run at one level: slots [B, P] int64 in the cache, the
     rotation of their positions, and what they see. All empty for drafters without a cache."""
 
     slots: Tensor
@@ -44,12 +44,12 @@ class CachePlace:
 
     @classmethod
     def run(cls, slots: Tensor, table: Tensor) -> CachePlace:
-        """Rows at positions `slots` [B, P], one behind the other, where each sees everything up to
+        """Consecutive rows at positions `slots` [B, P], each of which sees everything up to
         itself."""
         return cls(slots, look_up(table, slots), UpTo.run(slots))
 
     def at(self, level: LevelPlan) -> CachePlace:
-        """Of the rows of `static_places`, those run at `level`."""
+        """The rows of `static_places` that are run at `level`."""
         (cosine, sine), span = self.rotation, level.span
         rotation = cosine[:, span], sine[:, span]
         return CachePlace(self.slots[:, span], rotation, Part(self.sight, span))
@@ -62,8 +62,8 @@ class CachePlace:
 
 
 def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
-    """Where all R run rows of a static tree stand, for all its levels and layers: row j, a node at
-    depth d, in slot base + j and at position base + d - 1."""
+    """The place of all R run rows of a static tree, for all its levels and layers: row j, a node at
+    depth d, is in slot base + j and at position base + d - 1."""
     base, depth = memory.base[:, None], (plan.run_depth - 1)[None]
     slots = base + torch.arange(depth.shape[1], device=base.device)
     rows = memory.base, depth, depth
@@ -74,9 +74,9 @@ def static_places(plan: TreePlan, memory: Memory) -> CachePlace:
 
 
 class GrowingFrame:
-    """Where the run rows of a dynamic tree stand. Every level adds `width` rows behind the last
-    one's; row j of the level at depth d + 1 is a node at depth d in slot base + (d - 1) * width + j
-    and at position base + d - 1, and sees its own ancestors."""
+    """The places of a dynamic tree's run rows. Every level adds `width` rows after the last one's.
+    Row j of the level at depth d + 1 is a node at depth d in slot base + (d - 1) * width + j and at
+    position base + d - 1, and sees its own ancestors."""
 
     def __init__(self, memory: Memory, width: int, levels: int) -> None:
         self._memory, self._width, self._level = memory, width, 0
@@ -87,7 +87,7 @@ class GrowingFrame:
 
     @cached_property
     def own(self) -> Tensor:
-        """The bit of each row [1, R, W] int32, as `heads.api.tree.ancestor_words` has it."""
+        """The bit of each row [1, R, W] int32, as in `heads.api.tree.ancestor_words`."""
         rows = self._rows.to(torch.int32)[:, None]
         words = torch.arange(-(-rows.shape[0] // WORD), device=rows.device)
         bits = torch.ones_like(rows) << (rows % WORD)

@@ -1,7 +1,7 @@
-"""The plan of a draft's shape: what drafting steps look up, worked out once on the host.
+"""The plan of a draft's shape: everything that drafting steps look up, computed once on the host.
 
-A plan is made once per shape; everything a step needs from it is a small constant tensor or a plain
-number, so that no step asks the device. `heads.nn.drafting.growth` fills plans with tokens.
+A plan is made once per shape. Everything a step needs from it is a small constant tensor or a plain
+number, so no step synchronises with the device. `heads.nn.drafting.growth` fills plans with tokens.
 
 Legend: B rows, N nodes, P nodes that are run through the drafter at one level, R at all levels, W
 words of 32 bits, V' draft vocabulary, H hidden.
@@ -40,7 +40,7 @@ class LevelPlan:
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """A static tree with everything drafters look up in it. Shared between the rows of a batch."""
+    """A static tree with all its look-up tensors. Shared between the rows of a batch."""
 
     tree: TokenTree
     levels: tuple[LevelPlan, ...]
@@ -62,7 +62,7 @@ class TreePlan:
 
     @property
     def room(self) -> int:
-        """Cache slots that drafted nodes take behind what is committed."""
+        """Cache slots that drafted nodes take after the committed ones."""
         return self.tree.num_nodes
 
     @classmethod
@@ -111,7 +111,7 @@ class DynamicPlan:
 
     @property
     def room(self) -> int:
-        """Cache slots behind what is committed: for drafted nodes, or a run of accepted ones."""
+        """Cache slots after the committed ones: for drafted nodes, or a run of accepted ones."""
         return max((self.max_depth - 1) * self.shape.width, self.max_depth + 1)
 
 
@@ -128,7 +128,7 @@ class DartreePlan:
 
     @property
     def room(self) -> int:
-        """Cache slots behind what is committed, for a run of accepted nodes."""
+        """Cache slots after the committed ones, for a run of accepted nodes."""
         return self.max_depth + 1
 
 
@@ -173,7 +173,7 @@ def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelP
 
 
 class PlanCache:
-    """Remembers the plan of the last shape, since every refilled row starts with the same one.
+    """Caches the plan of the last shape, since every refilled row starts with the same one.
 
     one_pass: whether shapes that grow from one pass can be filled (`TrainableDrafter.one_pass`).
     """

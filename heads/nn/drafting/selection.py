@@ -1,4 +1,4 @@
-"""Which of many scored candidates become the nodes of a tree.
+"""Selection of a tree's nodes from many scored candidates.
 
 Legend: B rows, C candidates (the root included), N nodes.
 """
@@ -19,7 +19,7 @@ def keep_best(
 
     scores [B, C] float, tokens and parents [B, C] int64 (parents as numbers of candidates).
     Candidate 0 is the root, which must score highest; no candidate may score above its parent,
-    which has a lower number. Of equal scores the lower number is kept, so that any choice is a
+    which has a lower number. Of equal scores the lower number is kept, so that every choice is a
     tree.
     """
     order = scores.sort(dim=1, descending=True, stable=True).indices

@@ -1,8 +1,10 @@
-"""What queries see of a drafter's cache, told in two ways: as bits behind the committed slots, for
-a kernel that reads these slots alone, and as a dense mask over all slots, for torch's attention.
+"""What queries see of a drafter's cache, in two forms: as bits for the rows after the committed
+slots, for a kernel that reads only visible slots, and as a dense mask over all slots, for torch's
+attention.
 
-Every row of a batch has committed slots, which all queries see, and R drafted or fresh rows behind
-them, of which each query sees some. Neither way asks the device how many slots are committed.
+Every row of a batch has committed slots, which all queries see, and R drafted or fresh rows after
+them, of which each query sees some. Neither form has to ask the device how many slots are
+committed.
 
 Legend: B rows, Q queries, R rows behind the committed slots, S slots, W words of 32 bits, h query
 heads, g key/value heads, D head size, E value size.
@@ -30,10 +32,10 @@ WORD = 32
 class Sight(Protocol):
     """What Q queries see of a cache.
 
-    base [B] int64: slots before it are committed, and stand at the position of their number. Row j
-    of the R rows behind them is in slot base + j, at position base + depth[j]; depth [1|B, R]
-    int64. at [1|B, Q] int64: the queries stand at positions base + at. words [1|B, Q, W] int32: bit
-    j % 32 of word j // 32 says that a query sees row j, as in `heads.api.tree.ancestor_words`.
+    base [B] int64: slots before it are committed, and have the position of their number. Row j of
+    the R rows after them is in slot base + j, at position base + depth[j]; depth [1|B, R] int64. at
+    [1|B, Q] int64: the queries are at positions base + at. words [1|B, Q, W] int32: bit j % 32 of
+    word j // 32 says that a query sees row j, as in `heads.api.tree.ancestor_words`.
     """
 
     @property
@@ -49,14 +51,14 @@ class Sight(Protocol):
     def words(self) -> Tensor: ...
 
     def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
-        """[B, Q, S] to be added to scores; made once. window: positions that are seen of what lies
-        back, a query's own among them; 0: all."""
+        """[B, Q, S] to be added to scores; made once. window: how many latest positions are seen,
+        including a query's own; 0: all."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows(ABC):
-    """What sights have in common. places: what masks of one base share, made by the first."""
+    """The common part of sights. places: shared by masks of one base, made by the first."""
 
     base: Tensor
     depth: Tensor
@@ -68,7 +70,7 @@ class _Rows(ABC):
 
     @abstractmethod
     def allowed(self, place: Tensor) -> Tensor:
-        """[B, Q, S] bool: which slots each query sees, but for windows. place [B, S]: the slots'
+        """[B, Q, S] bool: which slots each query sees, without windows. place [B, S]: the slots'
         numbers, counted from base."""
 
     def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
@@ -91,17 +93,17 @@ class _Rows(ABC):
 
 @dataclass(frozen=True, eq=False)
 class UpTo(_Rows):
-    """Each query sees all rows up to the one that stands where it does.
+    """Each query sees all rows up to the one at its own position.
 
-    known: the words, if there are some.
+    known: the words, if already computed.
     """
 
     known: Tensor | None = None
 
     @classmethod
     def run(cls, slots: Tensor, wanted: Tensor | None = None) -> UpTo:
-        """The sight of a run in `slots` [B, R], one behind the other: of all its rows, or of those
-        at places `wanted` [B, Q]. A row in another slot may see anything up to that slot."""
+        """The sight of a run in consecutive `slots` [B, R]: of all its rows, or of those at places
+        `wanted` [B, Q]. A row in another slot may see anything up to that slot."""
         base = slots[:, 0]
         depth = torch.arange(slots.shape[1], device=slots.device)[None]
         at = slots - base[:, None] if wanted is None else (slots - base[:, None]).gather(1, wanted)
@@ -109,7 +111,7 @@ class UpTo(_Rows):
 
     @classmethod
     def committed(cls, end: Tensor) -> UpTo:
-        """The sight of one query per row, the last of the slots before end [B]: all of these."""
+        """The sight of one query per row, at the last slot before end [B]: all slots before it."""
         nothing = end.new_zeros(1, 1)
         return cls(end, nothing, nothing - 1, nothing[None].to(torch.int32))
 
@@ -143,7 +145,7 @@ class GrownLevel(_Rows):
     """The sight of a level of P rows that continue those of the level before.
 
     own: gives the bits of all rows of the tree [1, R, W] int32; above [B, P] int64: each row's
-    parent row in the level before. Whichever way is asked for is worked out from the same of that
+    parent row in the level before. Each form is computed on demand from the same form of that
     level.
     """
 
@@ -171,7 +173,7 @@ class GrownLevel(_Rows):
         return drafted_or_committed(self.visible, place)
 
     def _inherited(self, last: Tensor) -> Tensor:
-        """What the parents of [1|B, P, ..] have."""
+        """The parents' entries of [1|B, P, ..]."""
         rows, width = self.above.shape[0], last.shape[2]
         return last.expand(rows, -1, -1).gather(1, self.above[..., None].expand(-1, -1, width))
 
@@ -187,8 +189,8 @@ def drafted_or_committed(visible: Tensor, place: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Of the queries of `whole`, which are its rows, one by one, those of `span`: they see no row
-    behind their own, and share words and masks with the others."""
+    """The queries of `span` among those of `whole`, which are its rows, one by one. They see no row
+    after their own, and share words and masks with the others."""
 
     whole: Sight
     span: slice
@@ -215,13 +217,13 @@ class Part:
 
 
 class CacheKernel(Protocol):
-    """Attention over a cache that reads what is seen of it and no more."""
+    """Attention over a cache that reads only the visible part of it."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, window: int
     ) -> Tensor | None:
         """query [B, Q, h, D], key [B, S, g, D], value [B, S, g, E] -> [B, Q, h * E], scores divided
-        by the root of D; None where torch's attention with a mask shall run."""
+        by the root of D; None if torch's attention with a mask must run instead."""
         ...
 
 
@@ -230,7 +232,7 @@ _KERNEL: ContextVar[CacheKernel | None] = ContextVar("headstart_cache_kernel", d
 
 @contextmanager
 def cache_kernel(kernel: CacheKernel) -> Iterator[None]:
-    """Let drafters within the block attend to their caches by `kernel`."""
+    """Make drafters within the block attend to their caches with `kernel`."""
     token = _KERNEL.set(kernel)
     try:
         yield
@@ -241,7 +243,7 @@ def cache_kernel(kernel: CacheKernel) -> Iterator[None]:
 def attend_cache(
     query: Tensor, key: Tensor, value: Tensor, sight: Sight, window: int = 0
 ) -> Tensor:
-    """Attention over a cache, by the kernel of the running block if it takes it; see
+    """Attention over a cache, with the kernel of the running block if it accepts it; see
     `CacheKernel`."""
     kernel = _KERNEL.get()
     found = None if kernel is None else kernel(query, key, value, sight, window)

@@ -1,4 +1,4 @@
-"""What drafters keep of a batch's rows from one verification to the next.
+"""The states that drafters keep for a batch's rows between verifications.
 
 Legend: B rows, T positions, S cache slots, Q queries, g key/value heads, h query heads, D head
 size.
@@ -28,12 +28,12 @@ class Rooted:
 
     @classmethod
     def after(cls, run: TargetStates, plan: Plan) -> Rooted:
-        """The state behind a committed run, for drafters that keep nothing else."""
+        """The state after a committed run, for drafters that keep nothing else."""
         _, _, root, root_position = last_valid(run)
         return cls(root, root_position, plan)
 
     def advance(self, run: TargetStates) -> tuple[Tensor, Tensor]:
-        """Move behind a committed run, in place -> row and place [B, 1] of its last valid entry."""
+        """Move past a committed run, in place -> row and place [B, 1] of its last valid entry."""
         rows, last, root, root_position = last_valid(run)
         self.root.copy_(root)
         self.root_position.copy_(root_position)
@@ -44,9 +44,9 @@ class Rooted:
 class Cached(Rooted):
     """A state with the drafter's own key/value cache.
 
-    keys, values: per layer [B, S, g, D] (values may be of another size); behind the committed
-    positions is room for drafts, which are written before they are read. output [B, ...]: what the
-    last commit computed, from which drafting goes on.
+    keys, values: per layer [B, S, g, D] (values may be of another size); after the committed
+    positions there is room for drafts, which are written before they are read. output [B, ...]: the
+    result of the last commit, from which drafting continues.
     """
 
     output: Tensor
@@ -63,15 +63,15 @@ class Cached(Rooted):
         caches: Sequence[Tensor],
         values: Sequence[Tensor] | None = None,
     ) -> Cached:
-        """Before any run. output: zeros; caches: zeros [B, S, g, D] per layer, for its keys;
-        values: the same for its values, where these are of another size."""
+        """The state before any run. output: zeros; caches: zeros [B, S, g, D] per layer, for its
+        keys; values: the same for its values, if these are of another size."""
         root = torch.zeros_like(seen.tokens[:, 0])
         values = [torch.zeros_like(k) for k in caches] if values is None else list(values)
         return cls(root, torch.zeros_like(root), plan, output, list(caches), values)
 
     @property
     def slots(self) -> int:
-        """S."""
+        """The number of slots S."""
         return self.keys[0].shape[1]
 
     def store(self, layer: int, rows: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -86,7 +86,7 @@ class Cached(Rooted):
 
 
 def last_valid(states: TargetStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What follows from a run of states: (rows [B], last [B], root token [B], root position [B]).
+    """The end of a run of states: (rows [B], last [B], root token [B], root position [B]).
 
     `values[rows, last]` reads each row's last valid entry.
     """
@@ -96,6 +96,6 @@ def last_valid(states: TargetStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run_slots(run: TargetStates) -> Tensor:
-    """Positions [B, T] of a run's entries, counted on over padding: its cache slots."""
+    """Positions [B, T] of a run's entries, counted on through padding: its cache slots."""
     places = torch.arange(run.tokens.shape[1], device=run.tokens.device)
     return run.positions[:, :1] + places

@@ -1,5 +1,5 @@
-"""What drafters that continue the target's own states share: the frozen embedding and LM head,
-sizes that follow the target, a layer copied out of it, and the loss of many drafted steps summed
+"""Shared parts of drafters that continue the target's own states: the frozen embedding and LM head,
+sizes that follow the target, a layer copied from it, and the loss of many drafted steps summed
 state by state.
 
 Legend: B rows, T positions, M selected states, K steps, H hidden, V vocabulary.
@@ -69,7 +69,7 @@ class FeatureDrafter(TrainableDrafter):
         return self.target.embed(tokens, dtype)
 
     def copy_final_norm(self, weight: Tensor, weights: TargetWeights) -> None:
-        """Start a final norm from the target's, where that has Hugging Face's usual name."""
+        """Start a final norm from the target's, if that has Hugging Face's usual name."""
         final_norm = weights.state.get("model.norm.weight")
         if final_norm is not None:
             init.copy(weight, final_norm)
@@ -82,7 +82,7 @@ class FeatureDrafter(TrainableDrafter):
         self.copy_tensors(weights, layer, named)
 
     def copy_tensors(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
-        """`copy_layer` of tensors of any sort, by their whole names within the layer."""
+        """`copy_layer` for tensors of any kind, by their whole names within the layer."""
         prefix = f"model.layers.{layer}."
         for name, parameter in wanted.items():
             value = weights.state.get(f"{prefix}{name}")
@@ -97,7 +97,8 @@ class FeatureDrafter(TrainableDrafter):
 
 
 def require_heads(drafter: TrainableDrafter, tree: DraftShape) -> None:
-    """Raise `UserError` when `tree` is deeper than a drafter of one head per depth has heads."""
+    """Raise `UserError` if `tree` is deeper than the number of heads of a drafter with one head per
+    depth."""
     heads = drafter.config.num_heads
     if tree.max_depth > heads:
         raise UserError(
@@ -107,7 +108,7 @@ def require_heads(drafter: TrainableDrafter, tree: DraftShape) -> None:
 
 
 def layer_shape(config: Any, info: TargetInfo) -> LayerShape:
-    """A layer's sizes by the configuration, the target's where that says 0 or nothing."""
+    """A layer's sizes from the configuration; from the target where that has 0 or no value."""
     names = [item.name for item in fields(LayerShape) if item.default is MISSING]
     sizes: dict[str, Any] = {n: getattr(config, n, 0) or getattr(info, n) for n in names}
     return LayerShape(**sizes, qk_norm=getattr(config, "qk_norm", False))
@@ -136,14 +137,14 @@ def sum_by_state(
     shares: Tensor | None = None,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, correct and supervised predictions per step [K], each target state being looked at once
-    for all its steps. Losses are weighed as `batch` says.
+    """Loss, correct and supervised predictions per step [K]. Each target state is evaluated once
+    for all its steps. Losses are weighed by the weights of `batch`.
 
     outputs [R, H]: all predictions; places [K, B*T] int64: which of them predicts from each flat
     state at each step; wanted [B*T, K] bool: which of these are supervised; columns: elements of
     the widest row that `judge` works on; shares [R]: how many predictions each of `outputs` stands
-    for, in all three sums; None: itself alone. frozen: no trained weight enters `judge`, so that
-    gradients are taken at once.
+    for, in all three sums; None: itself alone. frozen: `judge` uses no trained weight, so gradients
+    are computed at once.
     """
 
     def part(states_at: Tensor) -> losses.Sums:
@@ -178,10 +179,9 @@ def unrolled_loss(
 ) -> LossOutput:
     """Weighted loss of unrolled steps: outputs [B, T, H] each, step k at row t predicting token
     t+k+1; weights [K]; columns: width of the logits that `judge` makes at every step; taught: width
-    of the target's logits, which it makes once for all steps (wider where the draft vocabulary is
-    reduced). anchors: those behind which later steps were unrolled alone, whose outputs are [B, A,
-    H]; they stand for all. frozen: see
-    `sum_by_state`."""
+    of the target's logits, which it makes once for all steps (wider if the draft vocabulary is
+    reduced). anchors: the only positions behind which later steps were unrolled, with outputs [B,
+    A, H]; they stand for all. frozen: see `sum_by_state`."""
     steps = len(unrolled)
     flat, width = torch.cat([each.flatten(0, 1) for each in unrolled]), max(steps * columns, taught)
     if anchors is not None:
@@ -190,8 +190,8 @@ def unrolled_loss(
         sums = sum_by_state(batch, flat, places, wanted, width, judge, shares, frozen)
         return losses.weighted_output(weights, *sums)
     wanted = losses.supervised_states(batch, steps)
-    # Among the outputs laid end to end, where step k's prediction from each state lies: step k at
-    # row t predicts from state t+k. States without such a row are not supervised.
+    # The place of step k's prediction from each state among the concatenated outputs: step k at row
+    # t predicts from state t+k. States without such a row are not supervised.
     behind = torch.arange(1, steps + 1, device=wanted.device)[:, None]
     rows = (torch.arange(wanted.shape[0], device=wanted.device) - behind).clamp(min=0)
     places = (behind - 1) * wanted.shape[0] + rows
@@ -220,8 +220,8 @@ def label_loss(
 ) -> tuple[Tensor, Tensor]:
     """Losses [..., M] of logits [..., M, V] against the answer's tokens `labels` [..., M] or [M],
     whose share is `hard`, and the target's distributions at flat states of the same shape as the
-    labels; and whether the likeliest token [..., M] is the right one: the target's likeliest where
-    it is asked, else the answer's."""
+    labels; and whether the likeliest token [..., M] is the right one: the target's likeliest if the
+    target is used, else the answer's."""
     if hard == 1:
         found = ROW_LOSSES(logits, None, labels, (CROSS_ENTROPY,))
         return found[CROSS_ENTROPY], found.best == labels
@@ -237,6 +237,6 @@ def label_loss(
 
 
 def next_tokens(batch: TrainBatch, states_at: Tensor) -> Tensor:
-    """The token [M] behind each flat state [M]; behind the last of all it means nothing."""
+    """The token [M] after each flat state [M]; meaningless after the very last one."""
     tokens = batch.tokens.flatten()
     return tokens[(states_at + 1).clamp(max=tokens.shape[0] - 1)]

@@ -1,14 +1,14 @@
-"""One layer that feeds on its own output: how it is unrolled in training and run in drafting
-(EAGLE, EAGLE-3, FastMTP).
+"""One layer that reads its own output: how it is unrolled in training and run in drafting (EAGLE,
+EAGLE-3, FastMTP).
 
-Row t reads the token at t+1 and the target's feature at t, stands at position t and predicts token
-t+2. The next drafted step takes the layer's own output in the feature's place, one position on. In
+Row t reads the token at t+1 and the target's feature at t, has position t and predicts token t+2.
+The next drafted step reads the layer's own output instead of the feature, one position on. In
 training, step k sees the true rows of the first step up to its own, and its own chain of earlier
 steps (EAGLE-3's training-time test, 2503.01840). HASS's harmonised context (2408.15766) is the same
-thing counted from the other end: for a prediction k tokens ahead, the k-1 most recent rows are the
-drafter's own and all before them the target's. In drafting, a committed row is always computed from
-the target's true feature. Steps behind the first may be trained behind some positions only, the
-anchors: the others' chains are read by no row but their own.
+context counted from the other end: for a prediction k tokens ahead, the k-1 most recent rows are
+the drafter's own and all before them the target's. In drafting, a committed row is always computed
+from the target's true feature. Steps after the first may be trained behind some positions only, the
+anchors, because each chain is read only by its own rows.
 
 Legend: B rows, T positions, A anchors per row, K steps, H hidden, V' draft vocabulary, X width of
 the attention's input, n taps, S cache slots, W width of a committed run, P nodes run at one level,
@@ -46,7 +46,7 @@ anchors alone from the second step on."""
 
 
 class Network(Protocol):
-    """What a kind gives to `Chain`: its layer, cut where its rows meet."""
+    """The methods that a kind gives to `Chain`: its layer, split at its attention."""
 
     @property
     def attention(self) -> Attention: ...
@@ -60,7 +60,7 @@ class Network(Protocol):
         ...
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer behind its attention -> output [B, T, H]."""
+        """The rest of the layer after its attention -> output [B, T, H]."""
         ...
 
     def emit(self, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,12 +68,12 @@ class Network(Protocol):
         ...
 
     def logits(self, emitted: Tensor) -> Tensor:
-        """What `emit` gives to the LM head [..., H] -> logits [..., V']."""
+        """The LM head's input from `emit` [..., H] -> logits [..., V']."""
         ...
 
 
 class Chain:
-    """Training and drafting of one recursed layer."""
+    """Training and drafting of one layer that is applied repeatedly."""
 
     def __init__(self, network: Network, rope: Rope) -> None:
         self.network, self.rope = network, rope
@@ -85,9 +85,9 @@ class Chain:
         feature: Tensor | None = None,
         anchors: AnchoredRows | None = None,
     ) -> list[Tensor]:
-        """What the LM head reads [B, T, H] at steps k = 1..`steps` to predict token t+k+1 at t.
+        """The LM head's inputs [B, T, H] at steps k = 1..`steps`, which predict token t+k+1 at t.
 
-        feature [B, T, H]: the target's features as training shows them; as they are by default.
+        feature [B, T, H]: the target's features as training changes them; unchanged by default.
         anchors: positions t behind which steps from the second on are unrolled, [B, A, H] each;
         all by default.
         """
@@ -99,8 +99,8 @@ class Chain:
         values: list[Tensor] = []
         emitted = []
         for step in range(steps):
-            # The last rows have no token this far ahead; whatever they read is neither
-            # supervised nor attended to.
+            # The last rows have no token this far ahead; they are neither supervised nor attended
+            # to.
             tokens, positions = batch.tokens.roll(-(step + 1), 1), batch.positions + step
             behind = anchors if step > 0 else None
             if behind is not None:
@@ -126,7 +126,7 @@ class Chain:
         values: tuple[Tensor, ...],
         attend: AttendChain,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step behind `keys` and `values` -> its key, value, LM head's input, next feature."""
+        """One step after `keys` and `values` -> its key, value, LM head's input, next feature."""
         net = self.network
         states, residual = net.read(tokens, feature)
         key, value = net.attention.key_value(states, rotation)
@@ -143,7 +143,7 @@ class Chain:
     def commit(self, state: Cached, accepted: TargetStates) -> Cached:
         """Keys and values of the whole run; attention and MLP of its last row only.
 
-        Padded entries are written behind the run, and overwritten before anything sees them.
+        Padded entries are written after the run and overwritten before anything reads them.
         """
         net, attention = self.network, self.network.attention
         features = net.features(accepted.taps, accepted.last_hidden)
@@ -159,7 +159,7 @@ class Chain:
         columns [V'] int64: target ids of the logits' columns when the draft vocabulary is reduced.
         """
         rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        # A node at depth d stands one position before its own token, at root_position + d - 1.
+        # A node at depth d is one position before its own token, at root_position + d - 1.
         memory = Memory(state.root_position, self._table(state))
 
         def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,8 +194,8 @@ def attend_last(
     """Store a run's keys and values in layer 0 of the cache, and attend from its last entry.
 
     states [B, W, X]: the attention's input at `slots` [B, W]; at: rows and places [B, 1] of the
-    last entries, behind which the cache ends (`state.root_position`); table: rotations of all
-    positions. Returns [B, 1, h * D].
+    last entries, where the cache ends (`state.root_position`); table: rotations of all positions.
+    Returns [B, 1, h * D].
     """
     cosine, sine = rotation = look_up(table, slots)
     state.store(0, at[0], slots, *attention.key_value(states, rotation))
@@ -204,13 +204,13 @@ def attend_last(
 
 
 class ChainDrafter(FeatureDrafter):
-    """Base of the kinds that draft with a `Chain`, or what does as one (`chain`)."""
+    """Base of the kinds that draft with a `Chain` or an equivalent object (`chain`)."""
 
     chain: Any
     columns: Tensor | None = None
 
     def logits(self, emitted: Tensor) -> Tensor:
-        """What the LM head reads [..., H] -> logits [..., V'], by the target's own by default."""
+        """The LM head's input [..., H] -> logits [..., V'], by default from the target's own."""
         return self.target.project(emitted)
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:

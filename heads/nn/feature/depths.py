@@ -34,7 +34,7 @@ class DepthConfig:
 
 
 class DepthDrafter(ChainDrafter):
-    """Base of the kinds that are trained so; their configuration: `DepthConfig`."""
+    """Base of the kinds with this loss; their configuration is a `DepthConfig`."""
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """Sum over depths k of their share times the cross entropy of supervised tokens t+k+1."""

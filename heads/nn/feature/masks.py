@@ -1,9 +1,9 @@
-"""Mask tokens of a parallel drafter in training: how deep positions draft, what masks see.
+"""Mask tokens of a parallel drafter in training: how deep positions draft, and what masks see.
 
-Mask k behind place t stands at position t + k and sees the true tokens of its document up to t, the
-masks 1..k of its own place and nothing else: exactly what it sees when it serves. Conditional drop
-(COD; PARD, 2504.18583) keeps a falling share of the positions for deeper masks, max(keep^k, least);
-the positions of depth k + 1 are among those of depth k, so that no mask lacks the ones before it.
+Mask k behind place t has position t + k. It sees the true tokens of its document up to t, the masks
+1..k of its own place and nothing else, exactly as in serving. Conditional drop (COD; PARD,
+2504.18583) keeps deeper masks at a smaller share of the positions, max(keep^k, least). The
+positions of depth k + 1 are among those of depth k, so that no mask lacks the ones before it.
 
 Legend: B rows, T positions, E mask tokens per row, Q of them, K drafted tokens.
 """
@@ -23,8 +23,8 @@ from heads.api.batch import TrainBatch
 @dataclass(frozen=True)
 class Masks:
     """Mask tokens in addition to the sequences. place [B, E] int64: the last true token they see;
-    step [B, E] int64: 1 for the first mask behind it, of `most`; valid [B, E] bool: False for
-    fillers. Masks of a place stand side by side."""
+    step [B, E] int64: 1 for the first mask after it, up to `most`; valid [B, E] bool: False for
+    fillers. Masks of a place are side by side."""
 
     place: Tensor
     step: Tensor
@@ -44,7 +44,7 @@ class Masks:
     def sample(cls, batch: TrainBatch, depth: int, keep: float, least: float) -> Masks:
         """Masks for the tokens 2..depth behind a batch's positions, drawn from its generators.
 
-        A place with nothing supervised at a depth or deeper has no mask there.
+        A place has no mask at a depth if nothing is supervised at that depth or deeper.
         """
         ahead = batch.supervised_ahead(depth - 1)
         wanted = ahead.unflatten(0, batch.tokens.shape).cpu()  # [B, T, K-1]
@@ -67,12 +67,12 @@ class Masks:
         return self.valid & inside & same & batch.loss_mask.gather(1, ahead)
 
     def seen_from(self, span: slice) -> int:
-        """The first mask that may be seen by those in `span`, the last being its own last one."""
+        """The first mask that the masks in `span` may see; the last one is the last in `span`."""
         return max(0, span.start - self.most + 1)
 
     def visible(self, segments: Tensor, span: slice) -> Tensor:
-        """[B, 1, Q, T + n] bool: what the masks in `span` see of the sequence and of the n masks
-        from `seen_from` on; segments [B, T]."""
+        """[B, 1, Q, T + n] bool: which places of the sequence and which of the n masks from
+        `seen_from` on the masks in `span` see; segments [B, T]."""
         places = torch.arange(segments.shape[1], device=segments.device)
         place, step = self.place[:, span], self.step[:, span]
         near = slice(self.seen_from(span), span.stop)

@@ -2,13 +2,12 @@
 
 Module k at row s joins the state h^{k-1}_s of the module before it (the target's own for k = 1)
 with the token at s+k and predicts token s+k+1; it attends to its own rows up to s. Counted by the
-token that is read, all modules work on the same column: in column t (token t+1), module k takes
-what module k-1 gave in column t-1, the target's state at t for k = 1. So a column needs nothing but
-the token it reads and the column before it, which is what makes drafting exact: committed columns
-are computed by every module from committed tokens alone, and a drafted node runs the modules that
-can see that far (those beyond its depth) on what they gave at its parent. Module k has no state to
-read in the first k-1 columns of a document; it reads zeros there, in training and in drafting
-alike.
+token that is read, all modules work on the same column: in column t (token t+1), module k reads the
+output of module k-1 in column t-1, or the target's state at t for k = 1. So a column needs only the
+token it reads and the column before it, and drafting is exact: every module computes committed
+columns from committed tokens alone, and a drafted node runs the modules beyond its depth on their
+outputs at its parent. Module k has no state to read in the first k-1 columns of a document; it
+reads zeros there, both in training and in drafting.
 
 Legend: B rows, T positions, D modules, E modules in use (at most the draft's depth), H hidden, V
 vocabulary, S cache slots, W width of a committed run, P nodes run at one level, g key/value heads,
@@ -58,7 +57,7 @@ class ModuleChain:
         """Normalised outputs [B, T, H] of modules 1..`depth`, predicting t+2, t+3, ..."""
         assert batch.last_hidden is not None, "mtp needs the target's last hidden state"
         state = batch.last_hidden.to(self.modules[0].attention.o_proj.weight.dtype)
-        # The last column of a document reads the next one's first token: neither supervised
+        # The last column of a document reads the next one's first token; it is neither supervised
         # nor attended to.
         embedded = self.owner.embed(batch.tokens.roll(-1, 1), state.dtype)
         rotation = self.rope.at(batch.positions, state.dtype)
@@ -72,7 +71,8 @@ class ModuleChain:
         return found
 
     def start(self, seen: TargetStates, plan: Plan, capacity: int) -> Cached:
-        """State after prefill. Its output [B, 1, E, H]: of each module in the last column."""
+        """State after prefill. Its output [B, 1, E, H] is that of each module in the last
+        column."""
         (batch, width), used = seen.tokens.shape, self.modules[: plan.max_depth]
         slots = max(capacity, width) + plan.room + 1
         caches = [module.attention.new_cache(batch, slots) for module in used]
@@ -83,7 +83,7 @@ class ModuleChain:
     def commit(self, state: Cached, accepted: TargetStates) -> Cached:
         """Run all modules in use over the run, on the true states or the output before them.
 
-        Padded columns are written behind the run, and overwritten before anything sees them.
+        Padded columns are written after the run and overwritten before anything reads them.
         """
         assert accepted.last_hidden is not None, "mtp needs the target's last hidden state"
         rows, last = state.advance(accepted)
@@ -107,8 +107,8 @@ class ModuleChain:
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal depth
             depth += 1
-            # carry [B, P, E-j+1, H]: what modules j..E gave at the nodes' parents, which modules
-            # j+1..E read here.
+            # carry [B, P, E-j+1, H]: the outputs of modules j..E at the nodes' parents, which
+            # modules j+1..E read here.
             embedded = self.owner.embed(tokens, carry.dtype)
             outputs = [
                 self._run(state, index, embedded, carry[:, :, index - depth], place, rows)

@@ -1,13 +1,13 @@
 """Rows behind an anchor that stand for tokens not known yet (P-EAGLE), or not trained everywhere
-(EAGLE-3's unrolled steps): which are trained, what they see.
+(EAGLE-3's unrolled steps): which of them are trained, and what they see.
 
-Behind the true row of an anchor t stand the mask rows 1, 2, ..., at positions t+1, t+2, ...; mask
-row j predicts token t+2+j. It attends to the true rows up to its anchor and to the mask rows of its
-own anchor up to itself. A row of mask rows per position would multiply the work by the depths, so
-training keeps fewer anchors the deeper it goes (COD, conditional drop: a share r^j of them, never
-less than a floor; PARD, 2504.18583; P-EAGLE, 2602.01469). What is kept at one depth is kept at all
-before it, because the mask rows of an anchor read each other. A step that is unrolled behind an
-anchor stands and sees as the mask row of its number.
+The mask rows 1, 2, ... behind an anchor t have positions t+1, t+2, ...; mask row j predicts token
+t+2+j. It attends to the true rows up to its anchor and to the mask rows of its own anchor up to
+itself. Mask rows behind every position would multiply the work by the depths, so training keeps
+fewer anchors at greater depths (COD, conditional drop: a share r^j of them, never less than a
+floor; PARD, 2504.18583; P-EAGLE, 2602.01469). An anchor kept at one depth is kept at all shallower
+ones, because its mask rows read each other. A step that is unrolled behind an anchor has the
+position and the view of the mask row of its number.
 
 Legend: B rows, T positions, K depths, A anchors, M mask rows at one depth, h query heads, g
 key/value heads, D head size.
@@ -31,8 +31,8 @@ from heads.nn.packing import first_places
 @dataclass(frozen=True)
 class Reach:
     """Which of T true rows are seen behind anchors: from the place `first` to the place `last`, [B,
-    A] int64 each. whole: the mask [B, 1, A, T] of all anchors, for all layers and depths, where
-    that is little; else None."""
+    A] int64 each. whole: the mask [B, 1, A, T] of all anchors, for all layers and depths, if it is
+    small; else None."""
 
     first: Tensor
     last: Tensor
@@ -58,10 +58,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class AnchoredRows:
-    """Where rows stand behind anchors: order [B, A] int64, positions in the row, those of deeper
-    mask rows first; sizes: how many of them mask rows 1, 2, ... have, descending; kept: per depth
-    [B, size] bool, False where a row of the batch has fewer. share [B, A] float: how many anchors
-    each one stands for in a sum; None: itself alone."""
+    """The anchors behind which rows are trained: order [B, A] int64, positions in the row, those
+    with deeper mask rows first; sizes: the number of anchors of mask rows 1, 2, ..., descending;
+    kept: per depth [B, size] bool, False where a row of the batch has fewer. share [B, A] float:
+    how many anchors each one stands for in a sum; None: itself alone."""
 
     order: Tensor
     sizes: tuple[int, ...]
@@ -80,9 +80,9 @@ class AnchoredRows:
     def dropped(cls, batch: TrainBatch, depths: int, keep: float, floor: float) -> AnchoredRows:
         """A random share max(keep^j, floor) of the useful anchors for mask row j.
 
-        Useful is an anchor with a supervised token beyond its own prediction. The numbers are
-        rounded up row by row, so that they do not depend on what else is in the batch. Asks the
-        device once; for training only.
+        An anchor is useful if a token beyond its own prediction is supervised. The numbers are
+        rounded up row by row, so that they do not depend on the rest of the batch. Synchronises
+        with the device once; for training only.
         """
         device, length = batch.tokens.device, batch.tokens.shape[1]
         useful = useful_anchors(batch, depths)
@@ -101,12 +101,13 @@ class AnchoredRows:
     @classmethod
     def sampled(cls, batch: TrainBatch, depths: int, most: int) -> AnchoredRows:
         """Up to `most` of every row's useful anchors for all depths, drawn without repetition, in
-        proportion to what the batch says of their roots. Asks the device once; for training only.
+        proportion to the batch's weights of their roots. Synchronises with the device once; for
+        training only.
         """
         useful, weights = useful_anchors(batch, depths), batch.anchors
         drawn = Anchors.sample(useful, most, batch.generators(), weights)
         share = drawn.scale
-        if weights is not None:  # a share is without the weight, which the loss multiplies by
+        if weights is not None:  # a share excludes the weight, by which the loss multiplies
             roots = (drawn.last + 1).clamp(max=useful.shape[1] - 1)
             heavy = weights.gather(1, roots)
             share = torch.where(heavy > 0, share / heavy, torch.zeros_like(share))
@@ -144,7 +145,7 @@ class AnchoredRows:
         for row, size in enumerate(self.sizes[: depths - 1], start=1):
             ahead = self.order[:, :size] + row + 1
             inside = (ahead < length) & self.kept[row - 1]
-            # What lies outside is written behind the last state and cut off.
+            # Places outside are written after the last state and cut off.
             at = torch.where(inside, first_of_row + ahead, states).flatten()
             numbers = offset + torch.arange(rows * size, device=device)
             places.append(numbers.new_zeros(states + 1).scatter_(0, at, numbers)[:states])

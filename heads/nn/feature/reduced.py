@@ -1,5 +1,5 @@
 """Drafters that may draft from a part of the target's vocabulary: the maps between both numberings,
-and what the target's distribution and its tokens are in the smaller one.
+and the target's distribution and tokens in the smaller one.
 
 Parameter names are those of serving engines (vLLM and SGLang): `d2t`, `t2d`.
 
@@ -50,8 +50,8 @@ class ReducedDrafter(FeatureDrafter):
             self.d2t, self.t2d = vocab.to_maps(ids, self.info.vocab_size)
 
     def lm_head_rows(self, weights: TargetWeights) -> Tensor:
-        """The target's LM head on the draft vocabulary [V', H]; raises `UserError` when that was
-        not chosen."""
+        """The target's LM head on the draft vocabulary [V', H]; raises `UserError` if no vocabulary
+        was chosen."""
         if not self.reduced:
             return weights.lm_head
         if not bool(self.t2d.any()):
@@ -63,8 +63,8 @@ class ReducedDrafter(FeatureDrafter):
         return weights.lm_head[vocab.to_target_ids(self.d2t)]
 
     def set_columns(self) -> None:
-        """Remember the target ids of the draft columns; called by `start`. They stay in the same
-        tensor, which steps that were captured read."""
+        """Store the target ids of the draft columns; called by `start`. They stay in the same
+        tensor, because captured steps read it."""
         if not self.reduced:
             return
         ids = vocab.to_target_ids(self.d2t)
@@ -75,8 +75,8 @@ class ReducedDrafter(FeatureDrafter):
 
     @torch.no_grad()
     def teach(self, batch: TrainBatch, states_at: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's word at flat states [M]: logits [M, V'] of the draft vocabulary, and whether
-        the target's own best token is in it [M]."""
+        """The target's labels at flat states [M]: logits [M, V'] of the draft vocabulary, and
+        whether the target's own best token is in it [M]."""
         logits = teacher_logits(batch, states_at)
         if not self.reduced:
             return logits, torch.ones_like(states_at, dtype=torch.bool)
@@ -84,7 +84,7 @@ class ReducedDrafter(FeatureDrafter):
         return logits[:, vocab.to_target_ids(self.d2t)], known
 
     def columns_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft columns of target tokens [...], and whether they have one; those that have none
+        """The draft columns of target tokens [...], and whether they have one; tokens without one
         get column 0."""
         if not self.reduced:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)

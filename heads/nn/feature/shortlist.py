@@ -1,16 +1,16 @@
 """A speculative vocabulary (SpecVocab, 2602.13836): at every step an LM head is computed exactly
-for a few tokens only, which cheap scores choose from the whole draft vocabulary.
+only for a few tokens, which cheap scores choose from the whole draft vocabulary.
 
-The scores are logits of low rank, up(down(h)): r (H + V') products in the place of H V'. The k
-tokens with the best scores are the shortlist; their logits are the LM head's. A static draft
-vocabulary (FR-Spec, 2502.14856; `heads.nn.vocab`) leaves a token out in every context, this one
-where it is unlikely; both can be combined.
+The scores are logits of low rank, up(down(h)): r (H + V') products in place of H V'. The k tokens
+with the best scores are the shortlist; their logits are the LM head's. A static draft vocabulary
+(FR-Spec, 2502.14856; `heads.nn.vocab`) leaves a token out in every context; the shortlist leaves it
+out where it is unlikely. Both can be combined.
 
-What the drafter draws from, and what rules are told of it, is one row of logits over all columns:
-exact ones on the shortlist, and far below them the scores, so that every token keeps some
-probability. With a sharp edge, rounding would decide which tokens are in and training and decoding
-would disagree; so over the last tenth of the way from the best score to the worst one on the
-shortlist the logit goes over from one to the other.
+The drafter draws from one row of logits over all columns, which the rules also get: exact logits on
+the shortlist, and far below them the scores, so that every token keeps some probability. With a
+sharp edge, rounding would decide which tokens are on the shortlist, and training and decoding would
+disagree. Therefore the logit changes gradually from one to the other, over the last tenth of the
+way from the best score to the worst one on the shortlist.
 
 Legend: M rows, H hidden, V' columns of the LM head, k tokens on the shortlist, r rank.
 """
@@ -30,12 +30,12 @@ OUTSIDE = 8.0
 """How far below its score a token stands outside. Scores are brought to the level of the exact
 logits first: those on the shortlist have the same sum of exponentials, each as far as it is in."""
 EDGE = 0.1
-"""Share of the way between the worst score on the shortlist and the best in which logits go over
+"""Share of the way between the worst score on the shortlist and the best over which logits change
 from outside to exact."""
 
 
 class Shortlist(nn.Module):
-    """Scores [..., V'] of states [..., H], and the logits that they make of an LM head. size: k."""
+    """Scores [..., V'] of states [..., H], and logits of an LM head on the shortlist. size: k."""
 
     def __init__(self, hidden: int, columns: int, size: int, rank: int) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ class Shortlist(nn.Module):
 
 
 def logits_of(states: Tensor, lm_head: nn.Linear, tokens: Tensor) -> Tensor:
-    """The LM head's logits [..., k] of states [..., H] for tokens [..., k] of their own.
+    """The LM head's logits [..., k] of states [..., H], each for its own tokens [..., k].
 
-    Their rows are read one by one where that is less than the whole matrix, as in drafting.
+    Their rows are read one by one if that is less than the whole matrix, as in drafting.
     """
     if tokens.numel() >= lm_head.out_features:
         return cast(Tensor, lm_head(states)).gather(-1, tokens)

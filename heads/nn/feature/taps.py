@@ -1,5 +1,5 @@
-"""What the EAGLE-3 family shares: several of the target's layers fused into one feature, and an LM
-head over a reduced vocabulary, with the target's rows unless it is trained.
+"""Shared parts of the EAGLE-3 family: several of the target's layers fused into one feature, and an
+LM head over a reduced vocabulary, with the target's rows unless it is trained.
 
 Parameter names are those of serving engines (vLLM and SGLang): `fc_norm.{i}`, `fc`, `norm`,
 `lm_head`.
@@ -70,7 +70,7 @@ class TapConfig(base.SizeConfig):
 class TapDrafter(ReducedDrafter):
     """Base of the kinds that fuse taps and draft through an LM head over a reduced vocabulary.
 
-    A kind hands its own `layers` by name; they stand between the fusion and the final norm.
+    A kind passes its own `layers` by name; they run between the fusion and the final norm.
     """
 
     additions: ClassVar[tuple[str, ...]] = ("shortlist.*",)
@@ -127,8 +127,8 @@ class TapDrafter(ReducedDrafter):
 
     @property
     def frozen_head(self) -> bool:
-        """Whether `judge` knows no trained weight; low-rank updates (`train.refresh.lora_rank`) are
-        some."""
+        """Whether `judge` uses no trained weight; low-rank updates (`train.refresh.lora_rank`) are
+        trained weights too."""
         trained = any(weight.requires_grad for weight in self.lm_head.parameters())
         return not trained and self.shortlist is None
 
@@ -136,16 +136,16 @@ class TapDrafter(ReducedDrafter):
         """taps [B, T, n, H] -> g [B, T, H]."""
         taps = taps.to(self.fc.weight.dtype)
         if self.fc_norm:
-            # [n, H]: all norms at once. Read by attribute: that is how ZeRO-3 notices a weight it
-            # has to gather.
+            # [n, H]: all norms at once. Read by attribute, because ZeRO-3 detects in this way which
+            # weights it has to gather.
             scale = torch.stack([cast(RMSNorm, norm).weight for norm in self.fc_norm])
             taps = F.rms_norm(taps, taps.shape[-1:], None, self.info.rms_norm_eps) * scale
         joined = taps.flatten(2)
         return cast(Tensor, self.fc(joined if self.input_norm is None else self.input_norm(joined)))
 
     def residual(self, layer: nn.Module, states: Tensor) -> Tensor:
-        """What the residual stream holds behind `layer`'s first norm: the states [B, T, H],
-        normalised in a fusing layer if so configured."""
+        """The residual stream after `layer`'s first norm: the states [B, T, H], normalised in a
+        fusing layer if so configured."""
         if self.config.norm_before_residual and isinstance(layer, FusingLayer):
             return cast(Tensor, layer.hidden_norm(states))
         return states
@@ -157,8 +157,8 @@ class TapDrafter(ReducedDrafter):
         head.
 
         States whose best target token cannot be drafted carry no loss and count as wrong. The
-        scores of a shortlist have the same loss, which reaches no other weights; a right token
-        that is not on it counts as wrong.
+        scores of a shortlist are trained with the same loss, which reaches no other weights; a
+        right token that is not on the shortlist counts as wrong.
         """
         wanted, known = self.teach(batch, states_at)
         logits, share = self.lm_head(outputs), self.config.hard_label_weight  # [K, M, V']
@@ -179,7 +179,7 @@ class TapDrafter(ReducedDrafter):
 
 
 def make_shortlist(config: TapConfig, hidden: int, columns: int) -> Shortlist | None:
-    """The configured shortlist of an LM head [V', H]; None where it would hold all columns."""
+    """The configured shortlist of an LM head [V', H]; None if it would hold all columns."""
     if config.shortlist_rank > hidden:
         raise UserError(
             f"head.shortlist_rank must be at most the target's hidden size of {hidden}; given: "

@@ -1,9 +1,9 @@
-"""What a drafter remembers of earlier answers: one ring of tokens per row of the batch.
+"""A drafter's memory of earlier answers: one ring of tokens per row of the batch.
 
 Every row writes its answers into its own ring, one after the other, so that answers of different
-rows do not mix; all rows search all rings. The rings belong to the drafter: they outlive the
-requests and the batches. Barriers, which equal no token, separate answers, mark what was never
-written, and stand where the next token goes, so that nothing is read across.
+rows do not mix; all rows search all rings. The rings belong to the drafter: they outlive requests
+and batches. Barriers, which equal no token, separate answers, mark slots that were never written,
+and fill the slot of the next token, so that no match extends across them.
 
 Legend: B rows of the batch, R rings (at least B), A slots of a ring, T positions, C tokens of a
 prompt's end.
@@ -21,12 +21,12 @@ from heads.api.drafter import TargetStates
 from heads.nn.lookup.table import History
 
 BARRIER = -2
-"""Stands between answers. Not -1, which `History.newest` gives before a text's beginning."""
+"""Separates answers. Not -1, which `History.newest` returns before a text's beginning."""
 
 
 @dataclass
 class Archive:
-    """tokens [R, A + 1] int64, the last column for what is not kept; cursor [R]: next slot."""
+    """tokens [R, A + 1] int64, the last column for tokens not kept; cursor [R]: next slot."""
 
     tokens: Tensor
     cursor: Tensor
@@ -68,7 +68,7 @@ class Archive:
 
 @dataclass
 class Writing:
-    """Where a row's present answer stands in its ring: expected [B] int64, the position of the
+    """The place of a row's present answer in its ring: expected [B] int64, the position of the
     token to be written next; written [B] int64: slots taken so far, 0 before the first."""
 
     expected: Tensor
@@ -79,11 +79,11 @@ class Writing:
         return cls(history.length - 1, torch.zeros_like(history.length))
 
     def append(self, archive: Archive, history: History, run: TargetStates, context: int) -> None:
-        """Write the run's tokens behind the row's present answer, in place; an answer begins with a
+        """Append the run's tokens to the row's present answer, in place; an answer begins with a
         barrier and the `context` tokens before it.
 
-        Written is what the target has read (the root and the accepted drafts, not yet the bonus). A
-        row that has ended tells the same root again and again; it is written once.
+        The tokens that the target has read are written (the root and the accepted drafts, not yet
+        the bonus). A row that has ended passes the same root repeatedly; it is written once.
         """
         rows, slots = self.expected.shape[0], archive.slots
         first = run.positions[:, :1]

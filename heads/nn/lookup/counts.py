@@ -1,10 +1,10 @@
 """Counting what followed earlier occurrences of the newest tokens: a suffix tree's view of a text,
 without building the tree.
 
-An occurrence is a place in a text where its newest tokens stood before. Occurrences that continue
-alike down to a depth stand for one node of the suffix tree; the node is named by the first of them
-(they are ordered, best first), and its count is their weights' sum. So tree and counts are
-comparisons between K occurrences and K others per depth, whatever the vocabulary.
+An occurrence is a place in a text where the newest tokens occurred before. Occurrences with the
+same continuation down to a depth stand for one node of the suffix tree; the first of them (they are
+ordered, best first) names the node, and its count is the sum of their weights. So tree and counts
+are comparisons between K occurrences and K others per depth, whatever the vocabulary.
 
 Legend: B rows, K occurrences, D depth, P parents at one level, N nodes of the draft.
 """
@@ -24,10 +24,10 @@ from heads.nn.drafting.plan import DynamicPlan, Plan, TreePlan
 
 @dataclass
 class Counted:
-    """Per depth d (entry d - 1), for every occurrence: tokens [B, D, K] int64, what followed; count
-    [B, D, K] float32, the weight of those that continue like it down to here; total [B], the weight
-    of all; alike [B, D, K, K] bool; leads [B, D, K] bool: it is the first of those and its path is
-    probable enough to be drafted."""
+    """Per depth d (entry d - 1), for every occurrence: tokens [B, D, K] int64, the token that
+    followed; count [B, D, K] float32, the weight of those that continue like it down to here; total
+    [B], the weight of all; alike [B, D, K, K] bool; leads [B, D, K] bool: it is the first of those
+    and its path is probable enough to be drafted."""
 
     tokens: Tensor
     count: Tensor
@@ -64,9 +64,9 @@ def fill_counted(plan: Plan, root: Tensor, counted: Counted) -> Proposal:
     """The most frequent continuations in the plan's shape; nodes for which there are none repeat
     `root` [B] with confidence 0.
 
-    Static trees: the r-th child of a node is its r-th most frequent continuation. Dynamic ones: the
-    nodes of the most frequent paths of all, best first, at most the shape's nodes. Of equal counts
-    the one with the better occurrence comes first.
+    In static trees, the r-th child of a node is its r-th most frequent continuation. Dynamic trees
+    hold the nodes of the most frequent paths of all, best first, up to the shape's number of nodes.
+    Of equal counts the one with the better occurrence comes first.
     """
     if isinstance(plan, DynamicPlan):
         depth, chosen, alive, tree = _best_first(plan.shape, counted)
@@ -115,9 +115,9 @@ def _best(score: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_first(shape: DynamicShape, counted: Counted) -> tuple[Tensor, Tensor, Tensor, TokenTree]:
-    """As `_by_rank`, for the N - 1 nodes of the greatest counts. A node never counts more than its
-    parent, and candidates are ordered by depth first, so that of equals the parent comes first: any
-    such choice is a tree."""
+    """As `_by_rank`, for the N - 1 nodes of the greatest counts. A node never has a greater count
+    than its parent, and candidates are ordered by depth first, so of equal ones the parent comes
+    first. Any such choice is therefore a tree."""
     occurrences = counted.tokens.shape[2]
     score = torch.where(counted.leads, counted.count, -1.0).flatten(1)  # [B, D * K]
     nodes = min(shape.nodes - 1, score.shape[1])

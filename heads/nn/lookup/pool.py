@@ -1,7 +1,7 @@
 """A pool of n-grams per row, found by their first token: the memory of lookahead decoding.
 
-A ring of M n-grams for every row, whatever the vocabulary; one that is collected again moves to the
-newest place. Everything has fixed shapes and nothing asks the device.
+Every row has a ring of M n-grams, whatever the vocabulary; one that is collected again moves to the
+newest place. All shapes are fixed and nothing synchronises with the device.
 
 Legend: B rows, M n-grams of a row, n tokens of an n-gram, C n-grams collected, G n-grams asked for.
 """
@@ -18,8 +18,8 @@ _MIX = 0x5851F42D4C957F2D  # odd: products with it tell n-grams apart by their 6
 
 @dataclass
 class NgramPool:
-    """grams [B, M + 1, n] int64, -1 where empty, the last place takes what is not kept; keys [B, M
-    + 1] int64, a hash of each; cursor [B] int64: the place that is written next."""
+    """grams [B, M + 1, n] int64, -1 where empty; n-grams that are not kept go to the last place;
+    keys [B, M + 1] int64, a hash of each; cursor [B] int64: the place that is written next."""
 
     grams: Tensor
     keys: Tensor
@@ -54,7 +54,7 @@ class NgramPool:
         self.cursor.copy_((self.cursor + kept.sum(1)) % self.size)
 
     def starting_with(self, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The newest `count` n-grams that start with tokens [B], newest first: what follows in them
+        """The newest `count` n-grams that start with tokens [B], newest first: their other tokens
         [B, G, n - 1] and whether there is one [B, G]."""
         place = torch.arange(self.size, device=tokens.device)
         recency = (place - self.cursor[:, None]) % self.size

@@ -1,4 +1,4 @@
-"""The text of every row, for drafters that look things up in it instead of computing (n-gram,
+"""The text of every row, for drafters that look tokens up in it instead of computing them (n-gram,
 Jacobi, lookahead, suffix).
 
 Legend: B rows, S slots of a row's history, T positions, D depth of a draft, M tokens asked for.
@@ -23,7 +23,7 @@ _SPREAD = 0x9E3779B1  # odd: multiples of it fall all over the text
 class History:
     """tokens [B, S] int64: prompt and answer, the root last; length [B] int64: how many.
 
-    Slots behind the length hold leftovers and must not be read.
+    Slots beyond the length hold leftovers and must not be read.
     """
 
     tokens: Tensor
@@ -33,7 +33,7 @@ class History:
     def start(cls, seen: TargetStates, max_depth: int, capacity: int) -> History:
         """The history after prefill, with room for `capacity` positions and a draft."""
         batch, width = seen.tokens.shape
-        # Padded entries of a commit are written behind the length, hence the extra room.
+        # Padded entries of a commit are written beyond the length, hence the extra room.
         slots = max(capacity, width) + max_depth + 2
         history = cls(seen.tokens.new_zeros(batch, slots), torch.zeros_like(seen.lengths))
         history.tokens[:, :width] = seen.tokens
@@ -63,7 +63,7 @@ class History:
         return torch.where(slots >= 0, self.tokens.gather(1, slots.clamp(min=0)), -1)
 
     def drawn(self, positions: Tensor) -> Tensor:
-        """Tokens of the text [B, M] as if at random, by the positions [B, M] they are for."""
+        """Pseudo-random tokens of the text [B, M], chosen by the positions [B, M] they are for."""
         return self.tokens.gather(1, positions * _SPREAD % self.length[:, None])
 
     def following(self, tokens: Tensor, otherwise: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Fixed:
 
 
 class ChainCache:
-    """The longest chain within a shape, for drafters with one continuation. Remembers the last one,
+    """The longest chain within a shape, for drafters with one continuation. The last one is cached,
     since every refilled row starts with the same shape."""
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Layers of the target's own family, of transformers' classes, as parts of a drafter."""
+"""Layers of the target's own family, from transformers' classes, as parts of a drafter."""

@@ -1,5 +1,5 @@
-"""`heads.nn.feature.chain` for a layer that is run as a whole and hands out its queries, keys and
-values: committed rows run all of the layer, not its keys and values alone.
+"""`heads.nn.feature.chain` for a layer that is run as a whole and passes its queries, keys and
+values to a function: committed rows run the whole layer, not only its keys and values.
 
 Legend: B rows, T positions, K steps, H hidden, S cache slots, W width of a committed run, P nodes
 run at one level, h query heads, g key/value heads, D and E numbers per key and value.
@@ -26,7 +26,7 @@ from heads.nn.rope import Rope, Rotation
 
 
 class WholeLayer(Protocol):
-    """What a kind gives to `LayerChain`."""
+    """The methods that a kind gives to `LayerChain`."""
 
     def features(self, taps: Tensor | None, last_hidden: Tensor | None) -> Tensor:
         """The target's states -> features [B, T, H]."""
@@ -47,7 +47,7 @@ class WholeLayer(Protocol):
 
 
 class LayerChain:
-    """Training and drafting of one recursed layer."""
+    """Training and drafting of one layer that is applied repeatedly."""
 
     def __init__(self, network: WholeLayer, rope: Rope) -> None:
         self.network, self.rope = network, rope
@@ -60,8 +60,8 @@ class LayerChain:
         values: tuple[Tensor, ...] = ()
         outputs = []
         for step in range(steps):
-            # The last rows have no token this far ahead; whatever they read is neither
-            # supervised nor attended to.
+            # The last rows have no token this far ahead; they are neither supervised nor attended
+            # to.
             tokens, positions = batch.tokens.roll(-(step + 1), 1), batch.positions + step
             rotation = self.rope.at(positions, feature.dtype)
             feature, *own = self._unrolled(tokens, rotation, feature, keys, values, packing)
@@ -79,7 +79,7 @@ class LayerChain:
         values: tuple[Tensor, ...],
         packing: Packing,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step behind `keys` and `values` -> its output, key and value."""
+        """One step after `keys` and `values` -> its output, key and value."""
         own: list[Tensor] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ class LayerChain:
         return self.commit(Cached.empty(seen, plan, output, [keys], [values]), seen)
 
     def commit(self, state: Cached, accepted: TargetStates) -> Cached:
-        """Run a committed run. Padded entries are written behind it, and overwritten before
-        anything sees them."""
+        """Run a committed run. Padded entries are written after it and overwritten before anything
+        reads them."""
         rows, last = state.advance(accepted)
         features = self.network.features(accepted.taps, accepted.last_hidden)
         place = CachePlace.run(run_slots(accepted), self._table(state))

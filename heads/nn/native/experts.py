@@ -1,9 +1,9 @@
 """Experts of a drafter's layer under autocast.
 
 transformers multiplies the chosen experts' weights in one grouped product (`torch`'s `grouped_mm`),
-which autocast does not know and which takes float32 on few devices. Drafters are trained with
-weights in float32 and products in bfloat16, so their experts are cast as autocast casts a linear
-layer's.
+which autocast does not cover and which supports float32 on few devices. Drafters are trained with
+weights in float32 and products in bfloat16, so their experts' weights are cast as autocast casts
+those of a linear layer.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 EXPERTS = "headstart_drafter"
-"""What transformers calls this way of running experts."""
+"""The name under which transformers knows this way of running experts."""
 
 
 def register() -> None:
-    """Tell transformers of it."""
-    # heavy, and only drafters of this sort need it
+    """Register it with transformers."""
+    # heavy, and only drafters of this type need it
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, run)
 
 
 def run(experts: nn.Module, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """As transformers calls it: states [M, H], chosen experts [M, K] int64 and their shares [M, K]
-    -> [M, H]."""
+    """The function that transformers calls: states [M, H], chosen experts [M, K] int64 and their
+    shares [M, K] -> [M, H]."""
     # as above
     from transformers.integrations.moe import grouped_mm_experts_forward
 

@@ -1,9 +1,9 @@
 """One decoder layer of a model family, built by transformers' own class.
 
-What a family's layers differ in (gates, norms on query and key heads, partial rotations, latent
-keys, experts) stays in the library's code. The layer is that of a model of one layer, whose
-settings are the target's; it hands its queries, keys and values to whatever the running drafter
-attends with.
+The differences between families' layers (gates, norms on query and key heads, partial rotations,
+latent keys, experts) stay in the library's code. The layer is that of a model of one layer with the
+target's settings. It passes its queries, keys and values to the attention function of the running
+drafter.
 
 Legend: B rows, T positions, H hidden, h query heads, g key/value heads, D and E numbers per key and
 value, S slots.
@@ -29,7 +29,7 @@ from heads.nn.native import experts
 from heads.nn.rope import Rope, Rotation
 
 ATTENTION = "headstart_drafter"
-"""The attention function that such layers call, by its name with transformers."""
+"""The attention function that such layers call, by its name in transformers."""
 ONE_LAYER = {
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],
@@ -40,8 +40,7 @@ ONE_LAYER = {
     "mtp_num_hidden_layers": 0,
     "num_mtp_layers": 0,
 }
-"""What is changed in a family's settings, where it has them: one layer, of the sort that stands
-last in a model."""
+"""Changes to a family's settings, if it has them: one layer, of the type of a model's last one."""
 SMALL_VOCABULARY = {
     "vocab_size": 8,
     "pad_token_id": None,
@@ -54,7 +53,7 @@ _ATTEND: ContextVar[Attend] = ContextVar("headstart_drafter_attention")
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Let layers hand their queries, keys and values to `attend`."""
+    """Make layers pass their queries, keys and values to `attend`."""
     token = _ATTEND.set(attend)
     try:
         yield
@@ -72,8 +71,8 @@ def hand_over(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query [B, h, T, D], key [B, g, T, D], value [B, g, T, E] ->
-    [B, T, h, E]. Raises `UserError` for scores of a shape that drafters do not have."""
+    """The function that transformers calls: query [B, h, T, D], key [B, g, T, D], value [B, g, T,
+    E] -> [B, T, h, E]. Raises `UserError` for kinds of scores that drafters do not support."""
     odd = [name for name in ("sliding_window", "softcap", "s_aux") if kwargs.get(name) is not None]
     if odd:
         raise UserError(
@@ -97,10 +96,10 @@ class Family:
 
     @classmethod
     def build(cls, settings: Mapping[str, Any], seed: int | None = None) -> Family:
-        """The parts for a model's settings; raises `UserError` where there are none.
+        """The parts for a model's settings; raises `UserError` if there are none.
 
-        seed: draws weights as the family does; None: the parts have no values, and are on the
-        device that torch makes tensors on.
+        seed: draws weights as the family does; None: the parts have no values, and are on torch's
+        present default device.
         """
         where = torch.get_default_device()
         if seed is not None:
@@ -133,15 +132,15 @@ class Family:
 
 
 def _takes_rotations(layer: nn.Module) -> bool:
-    """Whether a layer takes rotations from outside, by name or handed on."""
+    """Whether a layer takes rotations as an argument, by name or passed through."""
     arguments = inspect.signature(layer.forward).parameters
     handed_on = any(each.kind == inspect.Parameter.VAR_KEYWORD for each in arguments.values())
     return "position_embeddings" in arguments or handed_on
 
 
 def _gives_cos_and_sin(rotary: nn.Module) -> bool:
-    """Whether a rotary module gives cos and sin for positions alone, and not for a sort of layer,
-    or as complex numbers."""
+    """Whether a rotary module returns cos and sin for positions alone: not per type of layer, and
+    not as complex numbers."""
     try:
         found = rotary(torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64))
     except TypeError:
@@ -169,7 +168,7 @@ def _model(settings: Mapping[str, Any]) -> Any:
 
 
 def _allocate(part: nn.Module, device: torch.device) -> None:
-    """Give the tensors of a part memory on a device, without values. (`nn.Module.to_empty` does not
+    """Allocate the tensors of a part on a device, without values. (`nn.Module.to_empty` does not
     work for the fake tensors of a plan.)"""
     for module in part.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -193,7 +192,7 @@ def _require_plain(part: nn.Module) -> None:
 
 
 def sizes_of(info: TargetInfo) -> dict[str, Any]:
-    """What a target's facts say of the layer: sizes and the base of its rotations."""
+    """The layer's settings from a target's facts: sizes and the base of its rotations."""
     names = (
         "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
         "rms_norm_eps max_position_embeddings"
@@ -205,14 +204,14 @@ def sizes_of(info: TargetInfo) -> dict[str, Any]:
 
 def layer_settings(info: TargetInfo) -> dict[str, Any]:
     """The settings of a one-layer model of the family of a target, from its folder or the Hub;
-    raises `UserError` where there is no readable config.json."""
+    raises `UserError` if there is no readable config.json."""
     # as above
     from transformers import AutoConfig
 
     revision = None if Path(info.id).is_dir() else info.revision
     try:
         config = AutoConfig.from_pretrained(info.id, revision=revision).get_text_config()
-    except Exception as error:  # of a damaged file anything may come out
+    except Exception as error:  # a damaged file may raise anything
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"the settings of the target's layers cannot be read from '{info.id}': "
@@ -223,20 +222,20 @@ def layer_settings(info: TargetInfo) -> dict[str, Any]:
 
 def one_layer(config: Any) -> dict[str, Any]:
     """The same from a transformers config."""
-    # all of them: the library's defaults are part of what a layer is
+    # all settings, because the library's defaults also define a layer
     values = {key: value for key, value in config.to_dict().items() if _is_setting(key)}
     values["model_type"] = config.model_type
     for name, value in ONE_LAYER.items():
         if hasattr(config, name):
             values[name] = value
     kinds = getattr(config, "mlp_layer_types", None)
-    if kinds:  # the sort of the last layer
+    if kinds:  # the type of the last layer
         values["mlp_layer_types"] = [kinds[-1]]
     return values
 
 
 def _is_setting(key: str) -> bool:
-    """Whether a key of config.json says what a layer is."""
+    """Whether a key of config.json defines a layer."""
     about = "architectures dtype torch_dtype transformers_version use_cache quantization_config"
     return not key.startswith("_") and key not in about.split()
 
@@ -259,6 +258,6 @@ class FamilyRope(Rope):
 
     @staticmethod
     def embeddings(rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """A rotation [B, T, 1, D] as transformers' layers take it: cos and sin [B, T, D]."""
+        """A rotation [B, T, 1, D] in the form of transformers' layers: cos and sin [B, T, D]."""
         cosine, sine = rotation
         return cosine[:, :, 0], sine[:, :, 0]

@@ -89,7 +89,7 @@ class NetworkConfig:
 
 
 def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
-    """Sizes of the drafter's layers; what is not given follows the target."""
+    """Sizes of the drafter's layers; those not given follow the target."""
     eps = config.rms_norm_eps or info.rms_norm_eps
     if config.from_target_layers:
         return replace(

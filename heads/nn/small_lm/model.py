@@ -1,8 +1,8 @@
-"""A small language model as a drafter, which sees tokens only.
+"""A small language model as a drafter, which reads tokens only.
 
 Kinds built on it add an objective (`heads/distilled.py`) or another way to draft (`heads/pard.py`).
-Parameter names are Hugging Face's for Llama, so that an export is an ordinary checkpoint. It is a
-`Reader` too: another drafter may speed it up (`heads/cascade.py`).
+Parameter names are Hugging Face's for Llama, so an export is an ordinary checkpoint. It is also a
+`Reader`: another drafter may speed it up (`heads/cascade.py`).
 
 Legend: B rows, T positions, H hidden of the drafter, V vocabulary, L layers, S cache slots, W width
 of a run, P tokens run together, Q of them whose outputs are wanted, g key/value heads, D head size.
@@ -49,7 +49,7 @@ class Backbone(nn.Module):
 
 
 class SmallLM(TrainableDrafter):
-    """A Llama of its own that drafts token by token. Its configuration: `NetworkConfig`."""
+    """A separate Llama that drafts token by token. Its configuration: `NetworkConfig`."""
 
     def __init__(self, config: Any, info: TargetInfo) -> None:
         assert isinstance(config, NetworkConfig)
@@ -84,7 +84,7 @@ class SmallLM(TrainableDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """A random Llama, the chosen layers of the target, or the model in `from_model`; raises
-        `UserError` when there are no such weights."""
+        `UserError` if there are no such weights."""
         if self.source is not None:
             fill_from(self, self.source, self.info)
         elif self.config.from_target_layers:
@@ -146,9 +146,9 @@ class SmallLM(TrainableDrafter):
         return self.absorb(state, accepted, accepted.next_tokens, accepted.positions[:, :1] + 1)
 
     def absorb(self, state: State, run: TargetStates, tokens: Tensor, first: Tensor) -> State:
-        """Run `tokens` [B, W] at positions first [B, 1] and on, as the root's output needs it.
+        """Run `tokens` [B, W] at positions first [B, 1] and on, and keep the root's output.
 
-        Padded tokens are written behind the root, and overwritten before anything sees them.
+        Padded tokens are written after the root and overwritten before anything reads them.
         """
         state.advance(run)
         slots = first + torch.arange(tokens.shape[1], device=tokens.device)
@@ -166,7 +166,7 @@ class SmallLM(TrainableDrafter):
         states, count, sight = self.embed(tokens), len(self.model.layers), UpTo.run(slots)
         for index in range(count if wanted is None else count - 1):
             states = self._layer(state, index, states, rotation, rows, slots, sight)
-        # behind the last layer's keys and values nothing else needs the other states
+        # after the last layer's keys and values, nothing needs the other states
         if wanted is not None:
             last = UpTo.run(slots, wanted), (rows, wanted)
             states = self._layer(state, -1, states, rotation, rows, slots, *last)

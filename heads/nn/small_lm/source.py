@@ -1,8 +1,9 @@
-"""What a small language model starts from: target layers, a smaller model, another drafter.
+"""The sources that a small language model can start from: target layers, a smaller model, another
+drafter.
 
-Folders are read with safetensors and json alone; nothing in them is executed. A folder decides the
-sizes once, when the drafter is made: its checkpoint holds them itself and no longer needs the
-folder.
+Folders are read only with safetensors and json; nothing in them is executed. A folder decides the
+sizes once, when the drafter is created: the drafter's checkpoint then holds them and no longer
+needs the folder.
 
 Legend: V the target's vocabulary, V' the source's, H hidden.
 """
@@ -27,11 +28,11 @@ from heads.nn import init
 from heads.nn.small_lm.config import BIAS_FAMILIES, QK_NORM_FAMILIES, NetworkConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that can be a start."""
+"""Model types that a drafter can start from."""
 INDEX_FILE = "model.safetensors.index.json"
 NETWORK = tuple(item.name for item in fields(NetworkConfig))
 SIZES = tuple(name for name in NETWORK if name not in ("from_model", "any_tokenizer"))
-"""Fields that a folder decides and that must not be given with it."""
+"""Fields that a folder decides and that must not be given together with it."""
 
 C = TypeVar("C", bound=NetworkConfig)
 
@@ -49,7 +50,7 @@ class StartingModel:
 
 
 def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
-    """The folder of `from_model`, and the configuration with what that decides."""
+    """The folder of `from_model`, and the configuration with the fields that it decides."""
     if not config.from_model:
         return None, config
     given = [name for name in SIZES if getattr(config, name) != getattr(NetworkConfig(), name)]
@@ -63,7 +64,8 @@ def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
 
 
 def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
-    """Describe a model's or drafter's folder; raises `UserError` if it cannot be a start."""
+    """Describe a model's or drafter's folder; raises `UserError` if no drafter can start from
+    it."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
@@ -149,7 +151,7 @@ def _model_rotary(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 def fill_from(module: nn.Module, source: StartingModel, info: TargetInfo) -> None:
     """Set every parameter of a small language model from the source's tensor of the same name.
 
-    Vocabulary rows beyond the target's are left out, missing ones are the mean of all. Raises
+    Vocabulary rows beyond the target's are left out; missing ones become the mean of all. Raises
     `UserError` for another tokenizer (unless any is accepted) and for missing, unknown or misshapen
     tensors.
     """
@@ -212,7 +214,8 @@ def _load(folder: Path) -> dict[str, Tensor]:
 
 
 def _require_tokenizer(source: StartingModel, info: TargetInfo) -> None:
-    """Refuse a source that reads other token ids than the target, unless that was asked for."""
+    """Refuse a source with other token ids than the target's, unless the configuration allows
+    it."""
     if source.any_tokenizer:
         return
     found = source.tokenizer_hash
@@ -241,7 +244,7 @@ def copy_target_layers(
 ) -> None:
     """Set every parameter from the target's weight of the same Hugging Face name."""
     own = {"lm_head.weight": weights.lm_head, "model.embed_tokens.weight": weights.embedding}
-    # read by name: a divided target puts together what is asked for
+    # read by name: a divided target gathers the requested weights
     state = ChainMap(own, cast(Any, weights.state))
     wanted = {}
     for name, parameter in module.named_parameters():

@@ -1,14 +1,14 @@
 """Drafting with the target's own layers: the part that every self-speculative kind shares.
 
-A drafter of this sort keeps some of the target's layers and has a key/value cache of its own for
-them. What the target has read enters that cache from the TRUE residual streams: layer i reads tap
-i, and its norm and its key and value projections give just what the target's own cache holds. So
-only drafted tokens and the root, whose states the target has yet to compute, run through the kept
-layers; what they left in the cache is replaced as soon as they are committed. With all layers kept
-and nothing quantised the drafts are the target's own picks.
+A drafter of this type keeps some of the target's layers and has its own key/value cache for them.
+Tokens that the target has read enter that cache from the TRUE residual streams: layer i reads tap
+i, and its norm and its key and value projections give exactly what the target's own cache holds.
+Only drafted tokens and the root, whose states the target has yet to compute, run through the kept
+layers; their cache entries are replaced as soon as they are committed. If all layers are kept and
+nothing is quantised, the drafts are the target's own picks.
 
-Training sees the same thing: step k of a chain reads the true keys of all positions up to t and the
-chain's own keys behind them (`heads.nn.attention.chained_attention`).
+Training uses the same context: step k of a chain reads the true keys of all positions up to t and
+the chain's own keys after them (`heads.nn.attention.chained_attention`).
 
 Legend: B rows, T positions, W width of a run, P nodes run at one level, H hidden, V vocabulary, S
 cache slots, n taps, L blocks that attend, g key/value heads, D head size.
@@ -40,10 +40,10 @@ from heads.nn.target.layers import DraftLayer, KeptLayer, MakeProduct, shared_li
 
 class LayerDrafter(TrainableDrafter):
     """Base of the kinds that draft with the target's layers: references to them, and caches that
-    hold the true keys and values of what is committed.
+    hold the true keys and values of committed tokens.
 
-    A kind sets `needs` so that its taps hold every kept layer's number; it may add blocks of its
-    own behind the target's (`_own_blocks`) and replace what follows them (`_normalise`, `_logits`).
+    A kind sets `needs` so that its taps hold every kept layer's number. It may add its own blocks
+    after the target's (`_own_blocks`) and replace what follows them (`_normalise`, `_logits`).
     """
 
     def __init__(self, config: object, info: TargetInfo, kept: tuple[KeptLayer, ...]) -> None:
@@ -90,7 +90,7 @@ class LayerDrafter(TrainableDrafter):
         return [block for block in self._blocks if block.attends]
 
     def _normalise(self, states: Tensor) -> Tensor:
-        """The last block's output [..., H] -> what enters the LM head."""
+        """The last block's output [..., H] -> the LM head's input."""
         return layers.rms_norm(states, self._final_norm, self.info.rms_norm_eps)
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -124,9 +124,9 @@ class LayerDrafter(TrainableDrafter):
         return State.empty(seen, plan, output, caches)
 
     def _store(self, state: State, accepted: TargetStates) -> None:
-        """Move behind a committed run, with keys and values from its true states.
+        """Move past a committed run, with keys and values from its true states.
 
-        Padded entries are written behind the run, and overwritten before anything sees them.
+        Padded entries are written after the run and overwritten before anything reads them.
         """
         assert accepted.taps is not None, f"kind '{self.kind}' needs the target's taps"
         (rows, _), slots = state.advance(accepted), run_slots(accepted)
@@ -136,13 +136,13 @@ class LayerDrafter(TrainableDrafter):
             state.store(index, rows, slots, *block.key_value(true, rotation))
 
     def _chain(self, state: State, positions: Tensor) -> CachePlace:
-        """The place of tokens at positions [B, W], one behind the other."""
+        """The place of consecutive tokens at positions [B, W]."""
         return CachePlace.run(positions, self._table(state))
 
     def _run(
         self, state: State, states: Tensor, place: CachePlace, blocks: Sequence[DraftLayer]
     ) -> Tensor:
-        """Embeddings [B, P, H] through `blocks` and the cache -> what enters the LM head."""
+        """Embeddings [B, P, H] through `blocks` and the cache -> the LM head's input."""
         rows = torch.arange(states.shape[0], device=states.device)[:, None]
         number = 0
         for block in blocks:
@@ -166,15 +166,15 @@ class SelfDrafter(LayerDrafter):
     # Training
 
     def _unroll(self, batch: TrainBatch, steps: int) -> list[Tensor]:
-        """What enters the LM head at steps 1..`steps` of a chain, [B, T, H] each: step k at row t
-        reads the true states up to t and the true tokens up to t+k, and predicts token t+k+1."""
+        """The LM head's input at steps 1..`steps` of a chain, [B, T, H] each: step k at row t reads
+        the true states up to t and the true tokens up to t+k, and predicts token t+k+1."""
         table_dtype, pairs = self.target.embedding.dtype, self._true_pairs(batch)
         keys, values = [[key] for key, _ in pairs], [[value] for _, value in pairs]
         packing = Packing.of(batch)
         outputs = []
         for step in range(1, steps + 1):
-            # The last rows have no token this far ahead; whatever they read is supervised by
-            # no position.
+            # The last rows have no token this far ahead; no position is supervised for what they
+            # read.
             states = self.target.embed(batch.tokens.roll(-step, 1))
             rotation, place = self._rope.at(batch.positions + step, table_dtype), 0
             for block in self._blocks:
@@ -201,7 +201,7 @@ class SelfDrafter(LayerDrafter):
         return self.commit(self._new_state(seen, tree, capacity, 1), seen)
 
     def commit(self, state: State, accepted: TargetStates) -> State:
-        """Keys and values of the run from its true states; then the root is run."""
+        """Store keys and values of the run from its true states, then run the root."""
         self._store(state, accepted)
         at_root = self._chain(state, state.root_position[:, None])
         state.output.copy_(self._read(state, state.root[:, None], at_root))
@@ -227,5 +227,5 @@ class SelfDrafter(LayerDrafter):
         return self._logits(self._read(state, tokens, chain))
 
     def _read(self, state: State, tokens: Tensor, place: CachePlace) -> Tensor:
-        """Tokens [B, P] through all blocks and the cache -> what enters the LM head [B, P, H]."""
+        """Tokens [B, P] through all blocks and the cache -> the LM head's input [B, P, H]."""
         return self._run(state, self.target.embed(tokens), place, self._blocks)

@@ -1,12 +1,12 @@
 """The target's own decoder layers as parts of a drafter, without a copy of any weight.
 
 Layers of Llama, Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys) are read from the
-target's named tensors and computed as Hugging Face computes them, so that a layer run here gives
-what the target's own gives. A layer may be kept without its attention or without its MLP, which
-then leave the residual stream as it is.
+target's named tensors and computed as Hugging Face computes them, so a layer gives the same result
+here as in the target. A layer may be kept without its attention or without its MLP; the missing
+part then leaves the residual stream as it is.
 
-What is multiplied with a weight is a `Product`, made from (weight, bias) by the caller: the plain
-one refers to the target's memory, a quantised one (`heads.nn.quantized`) holds packed numbers.
+Products with a weight are a `Product`, which the caller makes from (weight, bias): the plain one
+refers to the target's memory, a quantised one (`heads.nn.quantized`) holds packed numbers.
 
 Legend: B rows, T positions, H hidden, h query heads, g key/value heads, D head size.
 """
@@ -42,7 +42,7 @@ def shared_linear(weight: Tensor, bias: Tensor | None) -> Product:
 
 @dataclass(frozen=True)
 class KeptLayer:
-    """A layer of the target (0-based) that a drafter runs, with what of it is run."""
+    """A layer of the target (0-based) that a drafter runs, and which parts of it are run."""
 
     layer: int
     attention: bool = True
@@ -50,10 +50,10 @@ class KeptLayer:
 
 
 class DraftLayer(Protocol):
-    """A residual layer in a drafter's stack: one of the target's, or one of its own.
+    """A residual layer in a drafter's stack: one of the target's, or one of the drafter's own.
 
-    attends: whether it has attention, and so keys and values; window: latest positions it sees, 0
-    for all. cache_shape: (g, D) of its keys and values, in `dtype`.
+    attends: whether it has attention, and so keys and values; window: how many latest positions it
+    sees, 0 for all. cache_shape: (g, D) of its keys and values, in `dtype`.
     """
 
     @property
@@ -74,12 +74,12 @@ class DraftLayer(Protocol):
         ...
 
     def finish(self, states: Tensor, attended: Tensor | None) -> Tensor:
-        """Output [B, T, H] from the input and what attention gave [B, T, h * D], if any."""
+        """Output [B, T, H] from the input and the attention's result [B, T, h * D], if any."""
         ...
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32, rounded before the weight: to the bit as the target's own norms."""
+    """RMSNorm in float32, rounded before the weight: bit for bit the same as the target's norms."""
     wide = states.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(states.dtype)
@@ -89,8 +89,8 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 class AttentionPart:
     """A target layer's attention: norm, products, norms of queries and keys if any.
 
-    true_key and true_value refer to the target's own weights, whatever the others do: what is
-    committed has the target's keys.
+    true_key and true_value refer to the target's own weights, whatever the others do, so that
+    committed tokens have the target's keys.
     """
 
     norm: Tensor
@@ -116,7 +116,7 @@ class MLPPart:
 
 @dataclass(frozen=True)
 class TargetLayer:
-    """One of the target's layers, or what is kept of it; a `DraftLayer`."""
+    """One of the target's layers, or the kept parts of it; a `DraftLayer`."""
 
     attention: AttentionPart | None
     mlp: MLPPart | None

@@ -1,10 +1,10 @@
-"""Low-rank updates (LoRA, 2106.09685) of the target's layers: weights of a drafter, not of the
-target, which stays as it is.
+"""Low-rank updates (LoRA, 2106.09685) of the target's layers. They are weights of a drafter; the
+target stays as it is.
 
 An update of a weight W [out, in] is scale * B A with A [r, in] and B [out, r]. It is added to the
-product with W, never to W itself, so that one pass can apply it to some rows and leave others
-exactly as the target computes them. Names within a layer are Hugging Face's
-(`self_attn.q_proj.lora_A`), so that an adapter of the library peft has the same ones.
+product with W, never to W itself. So one pass can apply it to some rows and leave others exactly as
+the target computes them. Names within a layer are Hugging Face's (`self_attn.q_proj.lora_A`), as in
+an adapter of the library peft.
 
 Legend: H hidden, r rank.
 """
@@ -45,7 +45,7 @@ class LowRank(nn.Module):
         return F.linear(F.linear(states.to(down.dtype), down), self.lora_B)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """A with the variance of peft's uniform one, B zero: no update at first."""
+        """A with the variance of peft's uniform one, B zero: the update starts at zero."""
         init.normal(self.lora_A, (3 * self.lora_A.shape[1]) ** -0.5, generator)
         init.constant(self.lora_B, 0.0)
 

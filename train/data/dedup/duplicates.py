@@ -1,8 +1,8 @@
 """Finds repeated and similar rows with memory for one part of the keys at a time.
 
 Keys (of ids, of whole texts, of MinHash bands) are appended to one of `PARTITIONS` files each,
-chosen by the key's highest bits; equal keys so meet in one file, which is sorted alone. Signatures
-lie in one file by row. All is read and written in sequence.
+chosen by the key's highest bits. So equal keys are in the same file, and each file is sorted alone.
+Signatures lie in one file by row. All files are read and written sequentially.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REASONS = {
 
 
 class KeyFiles:
-    """Append-only files of (key, row) pairs below `folder`; several kinds side by side."""
+    """Append-only files of (key, row) pairs below `folder`, for several kinds of keys."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class KeyFiles:
                     file.write(part.tobytes())
 
     def forget_from(self, row: int) -> None:
-        """Drop what an interrupted run wrote of rows from `row` on."""
+        """Drop the entries that an interrupted run wrote for rows from `row` on."""
         for path in self.folder.glob("*.keys"):
             entries = np.fromfile(path, dtype=ENTRY, count=path.stat().st_size // ENTRY.itemsize)
             kept = entries[: int(np.searchsorted(entries["row"], row))]
@@ -83,9 +83,9 @@ class KeyFiles:
 def judge(
     keys: KeyFiles, signatures: Path | None, total: int, near_share: float, held_out: Numbers
 ) -> NDArray[np.uint8]:
-    """Verdict of every row [total]: kept, or why not; of rows that repeat each other the first
-    stays. signatures: a file with a MinHash signature per row, None where similar rows may stay. A
-    row is compared with the first and the latest earlier row of each band that they share."""
+    """Verdict of every row [total]: kept, or why not. Of rows that repeat each other, the first is
+    kept. signatures: a file with a MinHash signature per row, None if similar rows are kept. A row
+    is compared with the first and the latest earlier row of each band that they share."""
     verdict = np.zeros(total, dtype=np.uint8)
     if signatures is not None:
         for rows, *earlier in keys.repeats("band"):
@@ -102,7 +102,7 @@ def _similar(signatures: Path, rows: Numbers, others: Numbers, share: float) -> 
     """For pairs [n] of rows: whether their signatures agree in at least `share` of the values."""
     found = np.zeros(len(rows), dtype=bool)
     for begin in range(0, len(rows), COMPARED):
-        # Mapped anew each time: pages that were read are given back with the map.
+        # Mapped anew each time, so that pages that were read are released with the map.
         table = np.memmap(signatures, dtype=np.uint32, mode="r").reshape(-1, SIGNATURE)
         one, two = table[rows[begin : begin + COMPARED]], table[others[begin : begin + COMPARED]]
         found[begin : begin + COMPARED] = (one == two).mean(axis=1) >= share

@@ -1,8 +1,8 @@
-"""Which prompts to be measured were trained on, exactly or nearly: the answers that a drafter has
-learned from are read once more.
+"""Finds prompts of a measurement that were trained on, exactly or nearly, by reading the answers
+that a drafter learned from once more.
 
-Works on tokens, which is all that folders of answers hold: a text is cut at special tokens into the
-segments of its chat template, so a prompt is found again under another system message as well.
+It works on tokens, because folders of answers hold nothing else. A text is cut at special tokens
+into the segments of its chat template, so a prompt is also found under another system message.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Segments:
         return [content for content in map(normalise, texts) if len(content)]
 
     def of_prompt(self, prompt: Prompt) -> Asked | None:
-        """What is compared of a prompt; None for one that cannot be rendered. The prompt as a whole
-        and, with a single user message, that message in its segment are its keys."""
+        """The compared parts of a prompt; None if it cannot be rendered. Its keys are the prompt as
+        a whole and, if it has a single user message, that message in its segment."""
         try:
             segments = self.cut(prompt.render(self.tokenizer))
         except UserError:
@@ -106,9 +106,8 @@ class Segments:
         return Asked(tuple(keys), tuple(said))
 
     def of_row(self, tokens: list[int], spans: list[list[int]], parts: list[int]) -> Asked:
-        """What is compared of a row of answers: all that comes before its last answer (of a row
-        that is an answer as a whole, all of it), every segment, and every beginning that was
-        answered."""
+        """The compared parts of a row of answers: everything before its last answer (the whole row
+        if it is all answer), every segment, and every beginning that was answered."""
         keys, texts = set[int](), list[Bytes]()
         for begin, end in prompt_ranges(tokens, spans, parts):
             texts = self.cut(tokens[begin:end])
@@ -120,7 +119,7 @@ class Segments:
 def prompt_ranges(
     tokens: Sequence[int], spans: Iterable[Sequence[int]], parts: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """[begin, end) of what comes before each answer in its document."""
+    """[begin, end) of the tokens before each answer in its document."""
     for start, end in spans:
         begin = max((part for part in parts if part <= start), default=0)
         yield (begin, start) if start - begin > 1 else (begin, end)

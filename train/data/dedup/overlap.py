@@ -1,9 +1,9 @@
 """Finds which of a few hundred prompts are repeated in other rows, exactly or nearly.
 
-Letters and digits are compared, as shingles of 12 bytes. A row repeats a prompt exactly when it has
-a key (the hash of a whole text) of it. It repeats a prompt nearly when it contains most of the
-prompt's own shingles, or when most of the row is in the prompt. Shingles that many rows have are
-a template (instructions around the actual question) and say nothing about one prompt: they are
+Letters and digits are compared, as shingles of 12 bytes. A row repeats a prompt exactly if they
+share a key (the hash of a whole text). It repeats a prompt nearly if it contains most of the
+prompt's own shingles, or if most of the row is in the prompt. Shingles of many rows belong to a
+template (instructions around the actual question) and are not specific to one prompt: they are
 learned from a sample of the rows and do not count. A prompt with less own text than a run of
 `WIDTH` letters is only compared exactly.
 """
@@ -33,7 +33,7 @@ quarter, at least FEW), belongs to a template."""
 
 @dataclass(frozen=True)
 class Asked:
-    """What of a prompt or a row is compared. keys: hashes of whole texts; texts: normalised."""
+    """The compared parts of a prompt or row. keys: hashes of whole texts; texts: normalised."""
 
     keys: tuple[int, ...]
     texts: tuple[Bytes, ...]
@@ -45,7 +45,7 @@ class Asked:
 
 
 def asked(messages: Sequence[str]) -> Asked:
-    """What is compared of a row or prompt with these user messages: each of them, and every
+    """The compared parts of a row or prompt with these user messages: each of them, and every
     beginning of the conversation as a whole."""
     texts = tuple(map(shingles.normalise, messages))
     whole = [shingles.whole(joined(texts[:count])) for count in range(1, len(texts) + 1)]
@@ -58,7 +58,8 @@ def joined(texts: Sequence[Bytes]) -> Bytes:
 
 
 class PromptIndex:
-    """Prompts, ready to be looked for in rows. Memory: some ten bytes per letter of them."""
+    """An index of prompts to find in rows. It takes about ten bytes of memory per letter of
+    them."""
 
     def __init__(self, prompts: Sequence[Asked], share: float) -> None:
         """share: the part of a prompt's own shingles from which on a row repeats it nearly."""
@@ -77,7 +78,7 @@ class PromptIndex:
         self._sizes = self._owned(self._own)
 
     def learn(self, sample: Iterable[Asked]) -> None:
-        """Learn from rows which shingles belong to templates."""
+        """Learn from a sample of rows which shingles belong to templates."""
         seen, rows = np.zeros(len(self._hashes), dtype=np.int64), 0
         for row in sample:
             seen[self._hits(row.shingles())] += 1
@@ -105,7 +106,7 @@ class PromptIndex:
         return exact, set(np.flatnonzero(near).tolist()) - exact
 
     def _hits(self, content: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Places in the index of those of some distinct shingles that it has."""
+        """Places in the index of those distinct shingles that it contains."""
         if not len(self._hashes):
             return np.zeros(0, dtype=np.int64)
         places = np.minimum(np.searchsorted(self._hashes, content), len(self._hashes) - 1)

@@ -23,12 +23,12 @@ INVERSE = pow(PRIME, -1, 1 << 64)
 SIGNATURE = 64
 """MinHash values of a text."""
 BANDS = 16
-"""Texts that agree in one of so many bands of `SIGNATURE / BANDS` values are compared; above 0.75
-hardly any pair escapes."""
+"""Number of bands of `SIGNATURE / BANDS` values; texts that agree in a band are compared. Above a
+similarity of 0.75, hardly any pair is missed."""
 WIDTH = 12
 """Bytes of a shingle for similarity."""
 LONGEST = 1 << 16
-"""Bytes of a text that are looked at for similarity."""
+"""Bytes of a text that are compared for similarity."""
 
 TOGETHER = 512
 """Hashes that are permuted together: as many as stay in the processor's cache."""
@@ -92,6 +92,6 @@ def _powers_of(base: int, count: int) -> Hashes:
         factors = np.full(max(count, 1 << 12), base, dtype=np.uint64)
         factors[0] = 1
         known = np.cumprod(factors)
-        if len(known) <= LONGEST:  # a giant text does not leave giant tables behind
+        if len(known) <= LONGEST:  # a giant text must not leave giant tables behind
             _powers[base] = known
     return known[:count]

@@ -1,4 +1,5 @@
-"""The trainer's end of feature servers: requests in turn to each, tried again elsewhere."""
+"""The trainer's client of feature servers: requests go to each in turn and are retried
+elsewhere."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ from train.features.store.batches import Content
 from train.features.store.layout import things_of
 
 LARGEST_IDENTITY = 1 << 20
-"""Bytes of what a server says of itself."""
+"""Largest size in bytes of a server's identity."""
 MOST_AROUND, VALUE_BYTES = 1 << 20, 16
-"""Bytes that an answer may have beside its values (names, scales), and for each of them: more than
-every format takes."""
+"""Bytes that an answer may have besides its values (names, scales), and for each of them: more than
+any format needs."""
 ADVICE = "Is it a feature server?"
 
 
 class RemoteClient:
-    """Features from the servers of `config`, each asked first who it is; safe to use from several
-    threads. Raises `UserError` when none answers, or one runs another target, tokenizer or
-    precision."""
+    """Features from the servers of `config`, each of which is first asked for its identity; safe to
+    use from several threads. Raises `UserError` if none answers, or if one runs another target,
+    tokenizer or precision."""
 
     def __init__(
         self, config: FeaturesConfig, info: TargetInfo, precision: str, needs: FeatureSpec
@@ -49,12 +50,12 @@ class RemoteClient:
         )
 
     def _greet(self, server: Address) -> None:
-        """Ask a server who it is; raises `UserError` for one of another target."""
+        """Ask a server for its identity; raises `UserError` for another target."""
         said = self.servers.request(server, "GET", "/identity", most=LARGEST_IDENTITY)
         self._require_same(server, identity_of(said))
 
     def _require_same(self, server: Address, answer: dict[str, Any]) -> None:
-        """Raise `UserError` when a server is not of this training's target."""
+        """Raise `UserError` if a server does not run this training's target."""
         theirs = answer["target"]
         pairs = [
             ("protocol", wire.FORMAT, answer.get("format")),
@@ -71,7 +72,7 @@ class RemoteClient:
                 )
 
     def fetch(self, packed: PackedBatch) -> Content:
-        """Features of a batch from one server after another; raises `UserError` when all fail."""
+        """Features of a batch from one server after another; raises `UserError` if all fail."""
         body = save({name: getattr(packed, name).int().contiguous() for name in wire.ROWS})
         most = MOST_AROUND + packed.tokens.numel() * self.position_bytes
 
@@ -83,8 +84,7 @@ class RemoteClient:
 
 
 def identity_of(content: bytes) -> dict[str, Any]:
-    """The facts that a server gives of itself; raises `FailureError` for an answer of another
-    sort."""
+    """The facts of a server's identity; raises `FailureError` for another kind of answer."""
     try:
         facts = require_object(parse_json(content, "the answer", ADVICE), "the answer", ADVICE)
         return {**facts, "target": require_object(facts.get("target"), "'target'", ADVICE)}
@@ -93,7 +93,7 @@ def identity_of(content: bytes) -> dict[str, Any]:
 
 
 def content_of(answer: bytes) -> Content:
-    """The features in an answer; raises `FailureError` for one that was cut or holds others."""
+    """The features in an answer; raises `FailureError` if it was cut or holds others."""
     try:
         with refusing("the answer", ADVICE, *BROKEN):
             return things_of(load(answer))

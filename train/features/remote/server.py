@@ -1,8 +1,8 @@
 """A feature server: the frozen target behind HTTP (`headstart features features.serve=true`).
 
-It listens on this machine alone unless configured otherwise, and then insists on a token. What a
-client may cost is bounded by `inference.server.front`, as in `headstart serve`. Requests of several
-clients take turns at the one target; one that cannot be served is answered with a sentence.
+It listens on this machine alone unless configured otherwise; it then requires a token.
+`inference.server.front` limits the cost of each client, as in `headstart serve`. Requests of
+several clients take turns at the one target. A request that cannot be served gets an error message.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 64
 """Requests that run or wait; further ones are answered with status 503, which clients repeat."""
 THREADS = 3
-"""One runs the target; the others read the next requests and write the last answers."""
+"""One thread runs the target; the others read the next requests and write the last answers."""
 CLOSE_SECONDS = 1.0
 GIB = 1 << 30
 
 
 class FeatureServer:
-    """Serves `target` on host:port (0: any free port); dtype: of the features. token: what requests
-    must carry as `Authorization: Bearer <token>`, if any; certfile, keyfile: for https; shared:
-    what several trainings read, by default nothing more than each asks for, and nothing is kept.
-    Raises `UserError` for an address that cannot be listened on, or that others reach without a
-    token, and for certificates that cannot be used."""
+    """Serves `target` on host:port (0: any free port); dtype: of the features. token: must be sent
+    with requests as `Authorization: Bearer <token>`, if set; certfile, keyfile: for https; shared:
+    the features that several trainings read; by default only those that each asks for, and nothing
+    is kept. Raises `UserError` for an address on which it cannot listen, or that other machines
+    reach without a token, and for certificates that cannot be used."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class FeatureServer:
         # connections wait from here on, also if `run` comes later
         self.listening.listen()
         self.address = url_of(self.listening, self.site.tls is not None)
-        """As features.servers wants it."""
+        """The address, as features.servers takes it."""
 
     def run(self) -> None:
         """Serve until `end`."""
@@ -110,7 +110,7 @@ class FeatureServer:
             self.listening.close()
 
     def end(self) -> None:
-        """Let `run` return. From any thread."""
+        """Make `run` return. Call it from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._ended.set)
         else:
@@ -136,7 +136,7 @@ class FeatureServer:
             body = (await receive())["body"]
             with self._place_of(client_of(scope["client"][0])) as place:
                 content = await self._in_turn(place, headers, body)
-                # the answer is held until it has been read, and so long its place is taken
+                # the answer is held, and its place taken, until it has been read
                 await send_whole(send, content, b"application/octet-stream")
         else:
             raise ApiError(
@@ -145,7 +145,8 @@ class FeatureServer:
 
     @contextmanager
     def _place_of(self, client: str) -> Iterator[Place]:
-        """A place among the requests that are held, for a block; raises `ApiError` for none."""
+        """A place among the requests that are held, for a block; raises `ApiError` if none is
+        free."""
         place = self._places.take(client)
         if place is None:
             raise busy(f"{len(self._places)} requests run or wait")
@@ -155,13 +156,13 @@ class FeatureServer:
             place.leave()
 
     async def _in_turn(self, place: Place, headers: Mapping[str, str], body: bytes) -> bytes:
-        """The features for a request, when it is its client's turn; raises `ApiError`."""
+        """The features for a request, once it is its client's turn; raises `ApiError`."""
         why = "other clients wait, and this address has the most requests"
         work = partial(self._features, headers, body)
         return await work_in_turn(self._workers, place, work, partial(busy, why))
 
     def _features(self, headers: Mapping[str, str], body: bytes) -> bytes:
-        """The features for a request; raises `ApiError`. On a thread of the workers."""
+        """The features for a request; raises `ApiError`. Runs on a worker thread."""
         if headers.get(wire.KEY_HEADER.lower()) != self.key:
             info = self.target.info
             raise ApiError(
@@ -174,7 +175,7 @@ class FeatureServer:
             return self.compute(body, ask)
         except UserError as error:
             raise ApiError(400, str(error)) from error
-        # out of memory, a lost device: the next request may go well
+        # out of memory, a lost device: the next request may succeed
         except (RuntimeError, MemoryError) as error:
             logger.warning("a request failed: %s", error)
             reason = next(iter(str(error).splitlines()), "no message")
@@ -203,11 +204,11 @@ def serve(
     needs: FeatureSpec,
     say: Callable[[str], None],
 ) -> None:
-    """Serve features, by one pass for all trainings that read `needs` together, until a signal,
-    after which the process ends here, with status 0: threads may be inside of torch, and an
-    interpreter that ends around them was seen to abort. There is nothing left to write."""
+    """Serve features until a signal, with one pass for all trainings, which read `needs` together.
+    After the signal the process ends here, with status 0: threads may be inside torch, and an
+    interpreter that exited around them was seen to abort. There is nothing left to write."""
     pair = config.ssl_certfile, config.ssl_keyfile
-    # one training asks for nothing twice
+    # a single training asks for nothing twice
     room = int(config.shared_gib * GIB) if config.heads else 0
     shared = SharedPasses(needs, room)
     server = FeatureServer(target, dtype, config.host, config.port, config.token(), *pair, shared)

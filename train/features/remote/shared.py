@@ -1,10 +1,10 @@
-"""One pass over the target for several trainings: what a feature server keeps of its answers.
+"""One pass of the target for several trainings: the answers that a feature server keeps.
 
 Trainings of different heads on the same responses, with the same seed and batch, ask for the same
-rows in the same order, each for what its head reads. A server that knows all the heads computes
-what they read together, once, and keeps it in memory until newer answers push it out; the other
-trainings are answered from there. Who is too far behind the others costs a pass of its own, and
-nothing else.
+rows in the same order, each for the features that its head reads. A server that knows all the heads
+computes all of these once, and keeps them in memory until newer answers displace them. The other
+trainings are answered from memory. A training that is too far behind the others only costs a pass
+of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SharedPasses:
     """The answers of a server to several trainings. needs: what all their heads read together;
     room: bytes of answers that are kept.
 
-    answers: how many were given; passes: how often the target ran for them.
+    answers: number of answers given; passes: how often the target ran for them.
     """
 
     def __init__(self, needs: FeatureSpec, room: int) -> None:
@@ -36,9 +36,9 @@ class SharedPasses:
         self._running, self._looking = threading.Lock(), threading.Lock()
 
     def answer(self, body: bytes, ask: Ask, compute: Callable[[Ask], Content]) -> Content:
-        """What `ask` wants of the rows in `body`: kept, or computed now, by one thread at a time.
-        compute: everything that an `Ask` wants of these rows; its errors pass through, and nothing
-        is kept then."""
+        """The features of the rows in `body` that `ask` names: from memory, or computed now, by one
+        thread at a time. compute: computes all features that an `Ask` names; if it raises, the
+        error is passed on and nothing is kept."""
         whole = self.widened(ask)
         key = hashlib.sha256(body).digest(), whole
         content = self._find(key)
@@ -54,7 +54,7 @@ class SharedPasses:
         return {name: content[name] for name in things(ask)}
 
     def widened(self, ask: Ask) -> Ask:
-        """What is computed where `ask` is wanted: what all heads read, in the same form."""
+        """The features to compute for `ask`: those that all heads read, in the same form."""
         taps = tuple(sorted({*ask.taps, *self.needs.taps}))
         last = ask.last_hidden or self.needs.last_hidden or self.needs.logits
         return replace(ask, taps=taps, last_hidden=last)
@@ -67,7 +67,7 @@ class SharedPasses:
             return content
 
     def _keep(self, key: tuple[bytes, Ask], content: Content) -> None:
-        """Hold an answer, and let the oldest go until all fit; one that never fits is not held."""
+        """Keep an answer, and drop the oldest until all fit; one that never fits is not kept."""
         size = bytes_of(content)
         if size > self.room:
             return
@@ -80,11 +80,11 @@ class SharedPasses:
 
 
 def things(ask: Ask) -> list[str]:
-    """The names of what is asked for, as `Content` has them."""
+    """The names of the requested features, as in `Content`."""
     last = [TOP if ask.top_logits else LAST] if ask.last_hidden else []
     return [*(f"tap.{tap}" for tap in ask.taps), *last]
 
 
 def bytes_of(content: Content) -> int:
-    """What the tensors of an answer take in memory."""
+    """The memory in bytes of an answer's tensors."""
     return sum(part.nbytes for parts in content.values() for part in parts.values())

@@ -1,14 +1,14 @@
-"""What trainers and feature servers say to each other over HTTP.
+"""The protocol between trainers and feature servers over HTTP.
 
     GET  /identity   -> JSON: `format`, `target` (facts), `precision`, `key`
     POST /features   <- safetensors: tokens, positions, segments [b, T] int32; headers with `key`
-                     and, as JSON, what is asked for
+                     and, as JSON, the requested features
                      -> safetensors: `<thing>.<part>` over the rows' tokens without padding, as in a
                      store's shard -> or JSON `error`, in OpenAI's shape as everywhere, with a
                      status of 400 and above
 
 `key` stands for the target, its tokenizer and the precision it runs in; a server that was restarted
-with another target refuses. Nothing is pickled, and every answer has its length in front.
+with another target refuses. Nothing is pickled, and every answer begins with its length.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LARGEST_REQUEST = 1 << 24
 MOST_HELD = 1 << 28
 """Bytes of all requests that a server holds."""
 LONGEST_ASK = 4096
-"""Characters of the header that says what is asked for."""
+"""Characters of the header with the requested features."""
 ROWS = ("tokens", "positions", "segments")
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Which features are wanted, and in which form."""
+    """The requested features and their form."""
 
     taps: tuple[int, ...]
     last_hidden: bool
@@ -52,7 +52,7 @@ class Ask:
 
     @classmethod
     def of(cls, needs: FeatureSpec, form: Form) -> Ask:
-        """What a training with `needs` asks for."""
+        """The request of a training with `needs`."""
         return cls(needs.taps, needs.last_hidden or needs.logits, form.fmt, form.top_logits)
 
     @property
@@ -87,7 +87,7 @@ ASK = TypeAdapter(Ask)
 
 
 def key_of(info: TargetInfo, precision: str) -> str:
-    """What two ends must agree on."""
+    """The key that both sides must agree on."""
     text = json.dumps(
         [FORMAT, info.revision, info.tokenizer_hash, info.hidden_size, info.num_layers, precision]
     )
@@ -97,8 +97,8 @@ def key_of(info: TargetInfo, precision: str) -> str:
 def compute(
     target: FeatureTarget, dtype: torch.dtype, ask: Ask, packed: PackedBatch
 ) -> tuple[Content, Form]:
-    """The features that are asked for, as `dtype` before they are encoded, on the target's device,
-    and their form."""
+    """The requested features, in `dtype` before they are encoded, on the target's device, and their
+    form."""
     info = target.info
     form = Form(ask.format, info.hidden_size, info.vocab_size, ask.top_logits)
     online = OnlineFeatures(target, ask.needs, dtype)
@@ -106,7 +106,7 @@ def compute(
 
 
 def unpack_rows(body: bytes, info: TargetInfo) -> PackedBatch:
-    """The rows of a request; raises `UserError` when they are no rows for this target."""
+    """The rows of a request; raises `UserError` if they are not valid rows for this target."""
     try:
         parts = load(body)
         tokens, positions, segments = (parts[name] for name in ROWS)

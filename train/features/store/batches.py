@@ -1,11 +1,11 @@
-"""A training batch taken apart into what is stored or sent, and put together again.
+"""Conversion of a training batch to the form that is stored or sent, and back.
 
-What is stored or sent is `{thing: {part: tensor}}` over the N tokens that are not padding.
+The form is `{thing: {part: tensor}}` over the N tokens that are not padding.
 
 Teacher logits (`top`): the k largest log-probabilities, their ids, and the logsumexp of all logits.
-They take the place of the last hidden state, for kinds that read it only to compute the target's
-distribution: what such a kind picks out of `TrainBatch.last_hidden` and hands to `target_logits` is
-then a row of 2 k + 1 numbers instead of H. The mass outside the k tokens is spread evenly.
+They replace the last hidden state for kinds that read it only to compute the target's distribution.
+The rows that such a kind takes from `TrainBatch.last_hidden` and passes to `target_logits` then
+have 2 k + 1 numbers instead of H. The mass outside the k tokens is spread evenly.
 
 Legend: B rows, T positions, N real tokens, n taps, H hidden, V vocabulary, k stored logits, M
 selected positions.
@@ -76,7 +76,7 @@ def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: L
 
 
 def join_rows(rows: Sequence[Content]) -> Content:
-    """The contents of several runs of tokens, one behind the other."""
+    """The contents of several runs of tokens, concatenated."""
     if len(rows) == 1:
         return rows[0]
     return {
@@ -121,7 +121,7 @@ def decode_batch(
     dtype: torch.dtype,
     logits: Logits,
 ) -> TrainBatch:
-    """`packed` on `device` with the features in `content`, as `OnlineFeatures.batch` gives them."""
+    """`packed` on `device` with the features in `content`, as `OnlineFeatures.batch` returns it."""
     batch = batch_on(packed, device)
     places = batch.segments > 0
 
@@ -155,7 +155,7 @@ def packed_top(parts: Mapping[str, Tensor], places: Tensor) -> Tensor:
 
 
 def top_word(form: Form) -> Logits:
-    """What maps rows of `packed_top` [M, 2 k + 1] to logits [M, V]."""
+    """A function that maps rows of `packed_top` [M, 2 k + 1] to logits [M, V]."""
     count, vocab = form.top_logits, form.vocab_size
 
     def word(rows: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Several writers, one store: each names in a file the shard it is writing; others take another.
+"""Claims, with which several writers share one store: each names in a file the shard that it is
+writing, and others take another.
 
-A claim without a sign of life is taken over (`inference.writers`). A claim is a courtesy all the
-same: two writers of one shard (a machine that was thought gone comes back) write the same bytes,
+A claim without a sign of life is taken over (`inference.writers`). Claims only avoid duplicate
+work: two writers of one shard (a machine that was thought gone comes back) write the same bytes,
 whole, under the same name.
 """
 
@@ -18,7 +19,7 @@ from inference.writers import Writer, drop, read, take
 
 
 class Claims:
-    """The claims of one store, and which of them are this object's own."""
+    """The claims of one store, including this object's own."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.folder = folder, folder / "claims"
@@ -28,7 +29,8 @@ class Claims:
         return self.folder / f"{name}.json"
 
     def take(self, name: str) -> bool:
-        """Claim `name`; False when a living writer has it, `UserError` for a refused write."""
+        """Claim `name`; returns False if a living writer has it. Raises `UserError` for a refused
+        write."""
         own = Writer.this()
         try:
             if take(self.path(name), own, STALE_SECONDS) is not None:
@@ -43,15 +45,15 @@ class Claims:
             os.utime(self.path(name))
 
     def drop(self, name: str) -> None:
-        """Give a claim of our own up, unless another writer has taken it over."""
+        """Give up one of this object's claims, unless another writer has taken it over."""
         token = self._own.pop(name, None)
         if token is not None:
             drop(self.path(name), token)
 
     def clear(self) -> None:
-        """Remove the claims of writers that are gone: killed after they had ended a shard."""
+        """Remove claims of writers that are gone: those killed after they had completed a shard."""
         for path in sorted(self.folder.glob("*.json")):
-            with contextlib.suppress(UserError):  # nobody waits for an ended shard
+            with contextlib.suppress(UserError):  # no process waits for a completed shard
                 if self.take(path.stem):
                     self.drop(path.stem)
 

@@ -1,15 +1,15 @@
-"""Stored states and back, and what they weigh.
+"""Encoding and decoding of stored states, and their sizes.
 
 A state is one token's H values of one tap, or its last hidden state. Its formats and their bytes:
 
     fp32   4 H          the target's own numbers, for trainings in float32
-    bf16   2 H          what a training in bfloat16 is given online, bit for bit
+    bf16   2 H          the features of a training in bfloat16 online, bit for bit
     fp8      H + 2      e4m3, one bfloat16 scale per state
     int8     H + 2      one bfloat16 scale per state
     int4     H/2 + H/16 groups of 32 values with a bfloat16 scale each
 
-Scales are bfloat16, which holds any size of states; they are rounded before the values are divided
-by them, so that the rounding of a scale adds no error of its own.
+Scales are bfloat16, which holds any size of states. They are rounded before the values are divided
+by them, so that the rounding of a scale adds no further error.
 
 Legend: N tokens, H hidden, G groups of `GROUP` values.
 """
@@ -35,12 +35,12 @@ header."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127.0, 7.0
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""int4: shares of a group's largest value that are tried as its end of scale; the one with the
+"""int4: shares of a group's largest value that are tried as the end of its scale; the one with the
 least squared error is kept."""
 
 
 def check_format(fmt: str) -> None:
-    """Raise `UserError` for a format that there is not."""
+    """Raise `UserError` for an unknown format."""
     if fmt not in FORMATS:
         raise UserError(f"features.format '{fmt}' is unknown.{suggest(fmt, FORMATS)}")
 
@@ -59,7 +59,7 @@ def parts_of(fmt: str, hidden: int) -> dict[str, tuple[torch.dtype, int]]:
 
 
 def encode(states: Tensor, fmt: str) -> dict[str, Tensor]:
-    """states [N, H] -> `values`, and `scales` where the format has them, on the states' device."""
+    """states [N, H] -> `values`, and `scales` if the format has them, on the states' device."""
     check_format(fmt)
     if fmt in ("fp32", "bf16"):
         dtype = torch.float32 if fmt == "fp32" else torch.bfloat16
@@ -75,7 +75,7 @@ def encode(states: Tensor, fmt: str) -> dict[str, Tensor]:
 
 
 def decode(stored: Mapping[str, Tensor], fmt: str, hidden: int, dtype: torch.dtype) -> Tensor:
-    """What `encode` made, or any of its rows, back as states [N, hidden] in `dtype`."""
+    """The result of `encode`, or any of its rows, as states [N, hidden] in `dtype`."""
     values = stored["values"]
     if fmt in ("fp32", "bf16"):
         return values.to(dtype)

@@ -1,4 +1,4 @@
-"""What lies in a store's folder, and whose features these are.
+"""The layout of a store's folder, and the identity of its features.
 
     store.json                    what is stored, for which answers and target, in how many shards
     shards/rows-00012.safetensors a tensor per stored thing (`tap.3.values`, `tap.3.scales`,
@@ -7,8 +7,8 @@
     claims/rows-00012.json        who is writing a shard now
     manifest.json                 written last
 
-A row is found by the digest of what the target reads (tokens, positions, segments): a store can
-never hand out the features of another text, and training may deal rows in any order.
+A row is found by the digest of the target's input (tokens, positions, segments). So a store can
+never return the features of another text, and training may deal rows in any order.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ COMPARED = {
     "top_logits": "another features.top_logits",
     "source": "another features.source",
 }
-"""What must agree before a store is read or continued, and how a difference is called."""
+"""The fields that must agree before a store is read or continued, and their names in errors."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose features a store holds. answers: SHA-256 of their manifest; precision: see
-    `precision_of`; taps, last_hidden: what is stored; top_logits: so many logits stand in for the
-    last hidden state; domains: of the answers that were packed, empty: all; source: what computed
-    the features."""
+    """The identity of a store's features. answers: SHA-256 of their manifest; precision: see
+    `precision_of`; taps, last_hidden: what is stored; top_logits: number of logits that replace the
+    last hidden state; domains: those of the packed answers, empty: all; source: what computed the
+    features."""
 
     answers: str
     sequence_length: int
@@ -65,12 +65,12 @@ class Identity:
     source: str = "target"
 
     def things(self) -> list[str]:
-        """What is stored of a token: `tap.L` in ascending order, then `last_hidden` or `top`."""
+        """What is stored per token: `tap.L` in ascending order, then `last_hidden` or `top`."""
         names = [f"tap.{tap}" for tap in self.taps]
         return names + ([TOP] if self.top_logits else [LAST] if self.last_hidden else [])
 
     def differences(self, wanted: Identity) -> list[str]:
-        """How the store differs from what is wanted, in words; more features are no difference."""
+        """The differences from the wanted identity, in words; more features are no difference."""
         mine, theirs = asdict(self), asdict(wanted)
         found = [
             f"it is for {words}: {brief(mine[name])}, not {brief(theirs[name])}"
@@ -82,13 +82,14 @@ class Identity:
 
 
 def precision_of(features: torch.dtype, target: torch.dtype) -> str:
-    """How the target was run: its own dtype, and that of the features that a training is given."""
+    """How the target was run: its own dtype, and that of the features that a training gets."""
     return f"{str(features).removeprefix('torch.')} of {str(target).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
 class StorePlan:
-    """What store.json says. rows, tokens: of all shards; hidden: H; target: facts for people."""
+    """The content of store.json. rows, tokens: of all shards; hidden: H; target: facts for
+    people."""
 
     identity: Identity
     rows: int
@@ -107,7 +108,7 @@ class StorePlan:
 
 
 def read_plan(folder: Path) -> StorePlan:
-    """The store.json of a folder; raises `UserError` when there is none or it cannot be read."""
+    """The store.json of a folder; raises `UserError` if there is none or it cannot be read."""
     path = folder / STORE_FILE
     if not path.is_file():
         raise UserError(
@@ -148,7 +149,7 @@ class ShardIndex(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> ShardIndex:
-        """The index at `path`; raises `UserError` when it is damaged."""
+        """The index at `path`; raises `UserError` if it is damaged."""
         try:
             return cls.model_validate_json(read_bytes(path))
         except ValueError as error:
@@ -175,7 +176,7 @@ def index_path(folder: Path, shard: int) -> Path:
 
 
 def row_digests(packed: PackedBatch) -> list[str]:
-    """Per row of a batch on the CPU, the digest of what the target reads: 32 hexadecimal digits."""
+    """Per row of a batch on the CPU, the digest of the target's input: 32 hexadecimal digits."""
     rows = torch.stack([packed.tokens, packed.positions, packed.segments.long()], 1)  # [b, 3, T]
     contents = [row.tobytes() for row in rows.int().numpy()]
     return [hashlib.blake2b(content, digest_size=16).hexdigest() for content in contents]
@@ -191,7 +192,7 @@ def tensors_of(content: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]
 
 
 def things_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The opposite of `tensors_of`."""
+    """The inverse of `tensors_of`."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         thing, part = name.rsplit(".", 1)

@@ -1,8 +1,8 @@
-"""Reading a store: rows by what the target read, also while the store is being written.
+"""Reading a store: rows are found by the target's input, also while the store is being written.
 
-Shards are memory-mapped and a row's tokens are cut out of them; of a shard that serves several
-kinds only the needed tensors are touched. Each shard's SHA-256 is compared once per process. A row
-that is not there yet is waited for as long as the writers, named in the error, make progress.
+Shards are memory-mapped, and a row's tokens are sliced from them. Of a shard that serves several
+kinds, only the needed tensors are read. Each shard's SHA-256 is compared once per process. If a row
+does not exist yet, the reader waits as long as the writers, which the error names, make progress.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class RowLocation:
 
 
 class StoreReader:
-    """A store opened for reading, from any thread. wanted: whose features are expected;
-    wait_seconds: how long a row is waited for without progress of the writers; say: called with a
-    line about waiting. Raises `UserError` when the store is of other answers, another target or
+    """A store opened for reading, from any thread. wanted: the identity that is expected;
+    wait_seconds: how long to wait for a row while the writers make no progress; say: called with a
+    line about waiting. Raises `UserError` if the store is of other answers, another target or
     another form."""
 
     def __init__(
@@ -81,7 +81,7 @@ class StoreReader:
         return len(self._indexed) == self.plan.shards
 
     def look(self) -> bool:
-        """Take in the shards that have appeared since; returns whether there were any."""
+        """Add the shards that have appeared since; returns whether there were any."""
         before = len(self._indexed)
         for shard in range(self.plan.shards):
             path = index_path(self.folder, shard)
@@ -101,11 +101,11 @@ class StoreReader:
         return join_rows(rows)
 
     def find(self, digest: str) -> RowLocation:
-        """Where a row lies, waiting for it if it is still to come."""
+        """The location of a row; waits for it if it is not written yet."""
         return self._places.get(digest) or self._await(digest)
 
     def _await(self, digest: str) -> RowLocation:
-        """Look until the row is there; raises `UserError` when nothing moves for `wait_seconds`."""
+        """Look until the row exists; raises `UserError` after `wait_seconds` without progress."""
         claims = Claims(self.folder)
         moved = noticed = time.monotonic()
         signs: dict[str, float] = {}
@@ -137,7 +137,7 @@ class StoreReader:
                 raise CancelledError
 
     def _late(self, writing: dict[str, Writer]) -> UserError:
-        """The error for writers that stand still, or are not there."""
+        """The error for writers that make no progress, or do not exist."""
         who = ", ".join(f"{name}: {claim}" for name, claim in writing.items())
         state = f"{len(self._indexed)} of {self.plan.shards} shards are written"
         said = f"its writers have made no progress ({who})" if who else "nobody is writing it"

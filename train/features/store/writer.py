@@ -1,9 +1,9 @@
 """Writing a store: the frozen target runs once over the packed answers.
 
 Rows are written in the order in which the first epoch reads them, so that a training that starts
-meanwhile finds each as soon as it can. Any number of processes write at once: each claims the first
-shard that is missing. A shard is written whole or not at all, then its index; a rerun writes what
-is missing.
+meanwhile finds each row as early as possible. Any number of processes can write at once: each
+claims the first missing shard. A shard is written whole or not at all, and its index after it; a
+rerun writes the missing shards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
 DISK_RESERVE = 64 * MIB
-"""Free space that a store leaves to others."""
+"""Free disk space that a store leaves for others."""
 POLL_SECONDS = 0.5
 
 Compute = Callable[[PackedBatch], TrainBatch]
@@ -62,8 +62,8 @@ Compute = Callable[[PackedBatch], TrainBatch]
 @dataclass
 class Writer:
     """One process that writes a store. order: row numbers in the order in which they are stored;
-    batch_rows: rows per forward pass, that of the training, since kernels may round differently at
-    other sizes; say: where progress goes."""
+    batch_rows: rows per forward pass, as in the training, because kernels may round differently at
+    other sizes; say: called with lines about progress."""
 
     folder: Path
     plan: layout.StorePlan
@@ -79,7 +79,7 @@ class Writer:
         self.claims = Claims(self.folder)
 
     def run(self) -> int:
-        """Write, and wait for others, until no shard is missing; returns how many were written."""
+        """Write, and wait for others, until no shard is missing; returns how many it wrote."""
         written, waiting = 0, False
         while missing := missing_shards(self.folder, self.plan):
             free = (number for number in missing if self.claims.take(shard_name(number)))
@@ -91,7 +91,7 @@ class Writer:
                 time.sleep(POLL_SECONDS)
                 continue
             try:
-                # another writer may have ended it between look and claim
+                # another writer may have completed it between look and claim
                 if not is_whole(self.folder, shard):
                     self.write(shard)
                     written += 1
@@ -148,11 +148,11 @@ def make_plan(
 
 
 def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout.StorePlan:
-    """Begin or continue a store; returns the plan that its shards follow: that of the first writer,
-    as one at a time comes through here. Raises `UserError` for another store in the folder, or a
-    quota or a disk without room."""
+    """Begin or continue a store; returns the plan that its shards follow. It is the first writer's,
+    because one process at a time runs this. Raises `UserError` for another store in the folder, or
+    a quota or a disk without room."""
     with turn(folder):
-        manifest.remove_leftovers(folder)  # of killed writers, before the room is counted
+        manifest.remove_leftovers(folder)  # of killed writers, before the free space is counted
         if (folder / layout.STORE_FILE).is_file():
             stored = layout.read_plan(folder)
             differences = stored.identity.differences(plan.identity)
@@ -172,7 +172,7 @@ def open_store(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> layout
 
 
 def check_room(folder: Path, plan: layout.StorePlan, quota_bytes: int) -> None:
-    """Raise `UserError` when the store exceeds its quota, or its rest what is free."""
+    """Raise `UserError` if the store exceeds its quota, or its missing part the free space."""
     if quota_bytes and plan.estimated_bytes > quota_bytes:
         raise UserError(
             f"the features would take {gib(plan.estimated_bytes)}, but features.quota_gib allows "
@@ -197,7 +197,7 @@ def gib(count: float) -> str:
 
 
 def is_whole(folder: Path, shard: int) -> bool:
-    """Whether a shard and its index are there and of one size; content is checked when read."""
+    """Whether a shard and its index exist and agree in size; content is checked when read."""
     index, path = index_path(folder, shard), shard_path(folder, shard)
     if not (index.is_file() and path.is_file()):
         return False
@@ -215,7 +215,7 @@ def missing_shards(folder: Path, plan: layout.StorePlan) -> list[int]:
 
 
 def drop_damaged(folder: Path, plan: layout.StorePlan) -> list[str]:
-    """Delete the shards that are not what their index says; returns their names. Reads all."""
+    """Delete the shards that differ from their index; returns their names. Reads all shards."""
     dropped = []
     for shard in filter(partial(is_whole, folder), range(plan.shards)):
         path = shard_path(folder, shard)
@@ -280,10 +280,10 @@ def finish_store(
 
 @dataclass(frozen=True)
 class StoreJob:
-    """What is to be stored: for `heads` (name, kind, configuration) on a folder of `answers`.
-    dtype, sequence_length, batch_rows, seed, domains: the training's engine.dtype,
-    train.sequence_length, micro_batch, seed and domains. local_rank: picks this process's GPU.
-    load: the target, whole, or in parts where features.source runs it elsewhere."""
+    """The store to write: for `heads` (name, kind, configuration) on a folder of `answers`. dtype,
+    sequence_length, batch_rows, seed, domains: the training's engine.dtype, train.sequence_length,
+    micro_batch, seed and domains. local_rank: selects this process's GPU. load: loads the target,
+    whole, or in parts if features.source runs it elsewhere."""
 
     heads: tuple[tuple[str, str, Any], ...]
     target: TargetConfig
@@ -307,11 +307,11 @@ def write_features(
     provenance: Mapping[str, object] | None = None,
     say: Callable[[str], None] = print,
 ) -> StoreManifest:
-    """Write what is missing of the store, wait for other writers, return its manifest. Raises
-    `UserError` for drafters that read nothing of the target, for another store in the folder, and
-    for a quota or a disk that is too small."""
+    """Write the missing shards of the store, wait for other writers, and return its manifest.
+    Raises `UserError` for drafters that read no features of the target, for another store in the
+    folder, and for a quota or a disk that is too small."""
     device = str(pick_device(job.target.device))
-    if device == "cuda":  # among several on a machine with GPUs, its own
+    if device == "cuda":  # each of several processes on a machine uses its own GPU
         device = f"cuda:{job.local_rank}"
     target = job.load(replace(job.target, device=device))
     needs = needs_of(job.heads, target.info)
@@ -353,19 +353,20 @@ def write_features(
 def running(
     job: StoreJob, target: TargetModel, needs: FeatureSpec
 ) -> Iterator[tuple[FeatureTarget, int]]:
-    """What runs the target, for a block, and with how many rows at once."""
+    """The object that runs the target, for a block, and its number of rows per pass."""
     if job.features.source == "target":
         yield target, job.batch_rows
         return
     at_once = job.features.concurrency * len(job.features.servers)
     given = (job.features, job.answers, target, needs, job.sequence_length)
     with closing(document_target(*given)) as engine:
-        # documents of a pass are asked for together; rounding does not depend on its rows
+        # documents of a pass are requested together; rounding does not depend on its rows
         yield engine, max(job.batch_rows, at_once)
 
 
 def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:
-    """What the drafters read in training together; raises `UserError` when that is nothing."""
+    """The features that the drafters read together in training; raises `UserError` if there are
+    none."""
     specs = [spec_of(kind, config, info) for _, kind, config in heads]
     union = FeatureSpec(
         taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),

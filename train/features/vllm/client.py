@@ -1,10 +1,11 @@
 """Documents' states from vLLM servers: a request for each, and the file that the server leaves.
 
-A request is the document as prompt and one greedy token. With the answer come that token and its
-log-probability; the document's last state, through the target's final norm and LM head, must give
-the same. So every document is checked, for states of another text, another model or another layer.
-A server is looked at more closely before its first document, and again after it failed, as it may
-have been restarted: vocabulary, lengths and, where the trainer holds the whole target, every layer.
+A request has the document as prompt and asks for one greedy token. The answer holds that token and
+its log-probability; the document's last state, through the target's final norm and LM head, must
+give the same. This check of every document finds states of another text, another model or another
+layer. Before its first document, and again after a failure, since it may have been restarted, a
+server is checked more closely: vocabulary, lengths and, if the trainer holds the whole target,
+every layer.
 
 Legend: N tokens, L layers, H hidden.
 """
@@ -38,20 +39,20 @@ from train.features.vllm.states_file import NAME, read_states, sweep
 from train.generate.backends.protocols import PROBE, same_tokenizer
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
-"""Bytes that an answer may have besides its tokens, and for each of them."""
+"""Bytes that an answer may have besides its tokens, and per token."""
 LAYER_GAP = 0.1
 """Largest relative difference of a layer's states to the target's own."""
 
 
 class Listed(BaseModel):
-    """/v1/models, as far as it is read: the first entry is the model that all others adapt."""
+    """The part of /v1/models that is read: the first entry is the model that all others adapt."""
 
     name: Annotated[str, Field(validation_alias=AliasPath("data", 0, "id"))]
     longest: Annotated[int, Field(validation_alias=AliasPath("data", 0, "max_model_len"))]
 
 
 class Answer(BaseModel):
-    """A completion of one token, as far as it is read."""
+    """The part of a completion of one token that is read."""
 
     prompt: Annotated[
         list[int], Field(validation_alias=AliasPath("choices", 0, "prompt_token_ids"))
@@ -67,7 +68,7 @@ class Answer(BaseModel):
 
 class VllmClient:
     """States from the vLLM servers of `config`; safe to use from several threads. whole: whether
-    `target` can run; longest: tokens of a document. Raises `UserError` when no server answers, or
+    `target` can run; longest: tokens of a document. Raises `UserError` if no server answers, or if
     one does not fit the target."""
 
     def __init__(
@@ -93,17 +94,18 @@ class VllmClient:
         self.name, self._numbers = f"{NAME}{secrets.token_hex(6)}-", itertools.count()
         self.servers = Servers(config, "vLLM server", {"Content-Type": "application/json"})
         self._models: dict[Address, str] = {}
-        """The model's name at servers that were looked at."""
+        """The model's name at servers that were checked."""
         self._looking = {server: threading.Lock() for server in self.servers.all}
         self._require_room()
-        # once and here: threads look at servers while others may run the target
+        # once, here: threads check servers while others may run the target
         self._text, self._tokens = self._probe()
         self._own = self._own_states() if whole else None
         sweep(self.folder, self.name)
         self.servers.greet(self._model_of, f"Start one with\n    {self.command}")
 
     def _require_layers(self, needs: FeatureSpec) -> None:
-        """Raise `UserError` unless the servers' layers are the target's and hold what is needed."""
+        """Raise `UserError` unless the servers' layers are the target's and include those
+        needed."""
         last = self.target.info.num_layers
         FeatureSpec(self.layers).check(last)
         missing = sorted({*needs.taps, last} - {*self.layers})
@@ -114,7 +116,7 @@ class VllmClient:
             )
 
     def _require_room(self) -> None:
-        """Raise `UserError` when the folder has no room for the files that lie there at once."""
+        """Raise `UserError` if the folder has no room for the files that exist at the same time."""
         info, itemsize = self.target.info, self.target.dtype.itemsize
         document = self.longest * len(self.layers) * info.hidden_size * itemsize
         needed = document * self.config.concurrency * len(self.config.servers)
@@ -128,7 +130,7 @@ class VllmClient:
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The states [N, L, H] of a document on the CPU, in the target's dtype, from one server
-        after another; raises `UserError` when all attempts fail."""
+        after another; raises `UserError` if all attempts fail."""
 
         def ask(server: Address) -> Tensor:
             try:
@@ -140,7 +142,7 @@ class VllmClient:
         return self.servers.in_turn(ask)
 
     def close(self) -> None:
-        """Let waiting requests give up, and delete what the servers left for them."""
+        """Make waiting requests give up, and delete the files that servers left for them."""
         self.servers.stop()
         sweep(self.folder, self.name)
 
@@ -152,7 +154,7 @@ class VllmClient:
             return self._models[server]
 
     def _look(self, server: Address) -> str:
-        """Ask a server what it runs, and for the states of a text."""
+        """Ask a server for its model, and for the states of a text."""
         content = self.servers.request(server, "GET", "/v1/models", most=MOST_AROUND)
         listed = self._read(Listed, server, content)
         if listed.longest <= self.longest:
@@ -186,7 +188,7 @@ class VllmClient:
         return own[0].cpu()
 
     def _require_same_layers(self, server: Address, own: Tensor, states: Tensor) -> None:
-        """Raise `UserError` when a server's states of the probe are not the target's."""
+        """Raise `UserError` if a server's states of the probe differ from the target's."""
         for layer, mine, theirs in zip(
             self.layers, own.float().unbind(1), states.float().unbind(1), strict=True
         ):
@@ -202,7 +204,7 @@ class VllmClient:
         return self._collect(server, self._complete(server, model, list(tokens), len(tokens)))
 
     def _complete(self, server: Address, model: str, prompt: str | list[int], count: int) -> Answer:
-        """One greedy token behind a text or a document of `count` tokens."""
+        """One greedy token after a text or a document of `count` tokens."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -226,7 +228,7 @@ class VllmClient:
         """The checked states [N, L, H] that belong to an answer; their file is deleted."""
         if answer.path is None:
             raise self._misfit(server, "leaves no states: it has no connector of hidden states")
-        # the name alone: the folder is ours to say, as we read and delete in it
+        # only the name: this side sets the folder, since it reads and deletes there
         path = self.folder / Path(answer.path).name
         if self.name not in path.name:
             raise self._misfit(server, f"names its file '{path.name}', not after the request")
@@ -257,7 +259,7 @@ class VllmClient:
         return states
 
     def _read(self, model: Any, server: Address, content: bytes) -> Any:
-        """An answer; raises `UserError` for one that is none of vLLM's."""
+        """An answer; raises `UserError` if it is not in vLLM's format."""
         try:
             return model.model_validate(parse_json(content, "the answer"))
         except (UserError, ValidationError) as error:

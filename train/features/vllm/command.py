@@ -15,7 +15,7 @@ CPU_CONNECTOR = {
     "kv_connector": "CpuStatesConnector",
     "kv_connector_module_path": "train.features.vllm.connector",
 }
-"""Ours, for an engine without CUDA: see connector.py."""
+"""Headstart's connector, for an engine without CUDA: see connector.py."""
 
 
 def layers_of(config: FeaturesConfig, needs: FeatureSpec, info: TargetInfo) -> tuple[int, ...]:
@@ -32,8 +32,8 @@ def serve_command(
     length: int,
     cpu: bool = False,
 ) -> str:
-    """What starts a server for documents of at most `length` tokens. dtype: of the target, as
-    `float32`; cpu: the engine has no CUDA."""
+    """The command that starts a server for documents of at most `length` tokens. dtype: of the
+    target, such as `float32`; cpu: the engine has no CUDA."""
     hf_config = {"eagle_aux_hidden_state_layer_ids": list(layers)}
     speculative = {
         "method": "extract_hidden_states",
@@ -45,7 +45,7 @@ def serve_command(
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": config.states},
     }
-    # one position behind the document: vLLM answers with a token
+    # one position after the document: vLLM answers with a token
     longest = length + 1
     path = Path(info.id)
     words = ["vllm", "serve", str(path.resolve()) if path.is_dir() else info.id]

@@ -4,11 +4,11 @@
       --kv-transfer-config '{"kv_connector": "CpuStatesConnector", "kv_connector_module_path":
       "train.features.vllm.connector", ...}'
 
-`ExampleHiddenStatesConnector` (vLLM 0.32) copies states through CUDA streams and pinned memory, and
-ends an engine that has neither with its first request. This one differs in the copy alone: same
-files, same locks, same answers.
+`ExampleHiddenStatesConnector` (vLLM 0.32) copies states through CUDA streams and pinned memory. In
+an engine without these, it ends the engine at its first request. This connector differs only in the
+copy: files, locks and answers are the same.
 
-Imports nothing of Headstart, so that a copy of this one file suffices (then
+It imports nothing of Headstart, so a copy of this one file suffices (then
 `"kv_connector_module_path": "connector"`).
 
 Legend: N tokens, L layers, H hidden.
@@ -27,12 +27,12 @@ MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_con
 try:
     vllm: Any = importlib.import_module(MODULE)
     Base: Any = vllm.ExampleHiddenStatesConnector
-except ImportError:  # outside of vLLM's environment
+except ImportError:  # outside vLLM's environment
     Base = object
 
 
 class Copied:
-    """What vLLM asks whether a copy has ended: here, it has."""
+    """The object that vLLM asks whether a copy has ended: here, it always has."""
 
     def query(self) -> bool:
         return True
@@ -42,11 +42,11 @@ class Copied:
 
 
 class CpuStatesConnector(Base):
-    """See the module. vLLM calls `_submit_async_write` once for every request that has ended."""
+    """See the module. vLLM calls `_submit_async_write` once for every finished request."""
 
     def _submit_async_write(self, pending: Any) -> None:
-        """Copy the states [N, L, H] of a request out of the cache, and hand them to the threads
-        that write files. The lock file exists and is held since the request began."""
+        """Copy the states [N, L, H] of a request out of the cache, and pass them to the threads
+        that write files. The lock file exists and has been held since the request began."""
         if not self._is_tp_rank_zero:
             return
         tokens = pending.token_ids

@@ -1,8 +1,8 @@
-"""What an engine's last layer leaves: the stream before the final norm, and the check of a document
-by it.
+"""The output of an engine's last layer, which is the stream before the final norm, and the check of
+a document by it.
 
-With an answer an engine gives a token's log-probability. The state before that token, through the
-target's final norm and LM head, must give the same: states of another text, another model or
+With an answer, an engine returns a token's log-probability. The state before that token, through
+the target's final norm and LM head, must give the same; states of another text, another model or
 another layer do not.
 
 Legend: H hidden.
@@ -18,7 +18,8 @@ from inference.target.model import TargetModel
 
 LOGPROB_GAP = {torch.float64: 1e-3, torch.float32: 1e-3}
 LARGEST_GAP = 0.5
-"""Between the engine's log-probability and ours, by the target's dtype; 16 bits: the largest."""
+"""Tolerance between the engine's log-probability and ours, by the target's dtype; 16 bits: the
+largest."""
 
 
 def normed(target: TargetModel, states: Tensor) -> Tensor:
@@ -35,8 +36,8 @@ def normed(target: TargetModel, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gap(target: TargetModel, state: Tensor, token: int, logprob: float) -> float:
-    """How far the log-probability that a last state [H] gives to the token behind it is from an
-    engine's; not a number for a token outside of the vocabulary."""
+    """The distance between the log-probability that a last state [H] gives to the token after it
+    and an engine's; NaN for a token outside the vocabulary."""
     logits = target.weights.logits(normed(target, state[None].to(target.device)))
     if not 0 <= token < logits.shape[-1]:
         return float("nan")

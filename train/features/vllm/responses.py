@@ -27,7 +27,7 @@ HOW = (
 
 class ResponseStates:
     """The states of the documents in the folder `responses`, of which the first `longest` tokens
-    are asked for. Raises `UserError` where none were kept, or others than are needed."""
+    are used. Raises `UserError` if none were kept, or not those that are needed."""
 
     def __init__(
         self, responses: Path, target: TargetModel, needs: FeatureSpec, longest: int
@@ -53,8 +53,8 @@ class ResponseStates:
         self._names = {digest(tokens[:longest]): digest(tokens) for tokens, _, _ in documents}
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """The states [N, L, H] of a document on the CPU. A document's last token was never read by
-        the server, and predicts nothing: its state is zero. Raises `UserError` for a file that is
+        """The states [N, L, H] of a document on the CPU. The server never read a document's last
+        token, which predicts nothing: its state is zero. Raises `UserError` for a file that is
         damaged, or of another target."""
         name = self._names.get(digest(tokens))
         if name is None:
@@ -93,4 +93,4 @@ class ResponseStates:
             )
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing to close."""

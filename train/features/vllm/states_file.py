@@ -1,9 +1,10 @@
-"""The files that vLLM's connectors of hidden states leave: one is awaited, read and evicted.
+"""The files that vLLM's connectors of hidden states leave: waiting for one, reading it and deleting
+it.
 
 A request's file `<id>.safetensors` has `hidden_states` [N, L, H] and `token_ids` [N] int64. The
-engine holds an exclusive lock (flock) on `<id>.safetensors.lock` from the request's begin until the
-file is written, also where writing failed; a killed engine loses it. Files of a reader are named
-after it (`NAME`), so that what its abandoned requests leave is found and deleted.
+engine holds an exclusive lock (flock) on `<id>.safetensors.lock` from the start of the request
+until the file is written or writing has failed; a killed engine loses the lock. Files of a reader
+are named after it (`NAME`), so that files of its abandoned requests are found and deleted.
 
 Legend: N tokens, L layers, H hidden.
 """
@@ -29,13 +30,13 @@ from train.features.servers import FailureError
 LOCK = ".lock"
 NAME = "headstart-"
 STALE_SECONDS = 3600.0
-"""Age at which a file belongs to a reader that is gone: they wait for one far less."""
+"""Age at which a file belongs to a reader that is gone, as readers wait far less for one."""
 POLL_SECONDS, LONGEST_POLL = 0.002, 0.1
 
 
 def read_states(path: Path, seconds: float, stopped: Callable[[], bool]) -> tuple[Tensor, Tensor]:
-    """hidden_states [N, L, H] and token_ids [N] of a file, and the file is gone; waits for its
-    writer at most so long. Raises `FailureError` when it does not come whole."""
+    """Read hidden_states [N, L, H] and token_ids [N] of a file and delete it; waits for its writer
+    at most `seconds`. Raises `FailureError` if the file does not arrive complete."""
     try:
         if not await_lock(path, seconds, stopped):
             raise FailureError(f"'{path}' is not written within {seconds:g} s")
@@ -56,8 +57,8 @@ def read_states(path: Path, seconds: float, stopped: Callable[[], bool]) -> tupl
 
 
 def await_lock(path: Path, seconds: float, stopped: Callable[[], bool]) -> bool:
-    """Whether the writer of a file has ended, after at most so many seconds. Without a lock file
-    there is none to wait for."""
+    """Wait at most `seconds` for the writer of a file; returns whether it has ended. Without a lock
+    file there is no writer to wait for."""
     import fcntl  # vLLM runs on Linux; this module is imported everywhere
 
     try:
@@ -86,7 +87,7 @@ def evict(path: Path) -> None:
 
 
 def sweep(folder: Path, name: str) -> None:
-    """Delete what the requests of a reader left, and what readers that are gone did."""
+    """Delete the files left by a reader's requests, and those of readers that are gone."""
     now = time.time()
     for path in folder.glob(f"*{NAME}*"):
         with suppress(OSError):
@@ -95,7 +96,7 @@ def sweep(folder: Path, name: str) -> None:
 
 
 def missing(path: Path) -> str:
-    """Why there is no file."""
+    """The reason why there is no file."""
     if path.parent.is_dir():
         return f"it answered, but wrote no '{path}'. {room(path.parent)}"
     return (
@@ -105,7 +106,7 @@ def missing(path: Path) -> str:
 
 
 def room(folder: Path) -> str:
-    """What is free in the folder, for errors that a full one may explain."""
+    """The free space in the folder, for errors that a full one may explain."""
     with suppress(OSError):
         return f"Its folder has {gib(shutil.disk_usage(folder).free)} free."
     return ""

@@ -1,8 +1,8 @@
 """A target whose states come document by document: rows of packed documents in, features out.
 
-They are computed by vLLM servers, where every document is a request of its own, since vLLM knows no
-packed rows; or were kept when servers generated the responses. Documents of several rows are asked
-for at once, in no particular order.
+The states are computed by vLLM servers, to which every document is a separate request because vLLM
+does not support packed rows; or they were kept when servers generated the responses. Documents of
+several rows are requested at once, in no particular order.
 
 Legend: B rows, T positions, n taps, N tokens, L layers, H hidden.
 """
@@ -32,25 +32,25 @@ READERS = 8
 
 
 class DocumentStates(Protocol):
-    """Where the states of documents come from. Threads share it."""
+    """A source of documents' states. Threads share it."""
 
     layers: tuple[int, ...]
-    """Those whose states it has, ascending; the target's last one among them."""
+    """The layers whose states it has, ascending, including the target's last one."""
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        """The states [N, L, H] of a document on the CPU; raises `UserError` when they cannot be
-        had."""
+        """The states [N, L, H] of a document on the CPU; raises `UserError` if they cannot be
+        obtained."""
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel open requests."""
 
 
 def document_target(
     config: FeaturesConfig, answers: Path, target: TargetModel, needs: FeatureSpec, longest: int
 ) -> DocumentTarget:
-    """What `features.mode` or `features.source` names: vllm or responses. answers: the folder of
-    the responses; needs: all that is ever asked; longest: tokens of a row. Raises `UserError` for
-    servers or states that do not fit."""
+    """The source that `features.mode` or `features.source` names: vllm or responses. answers: the
+    folder of the responses; needs: all features ever needed; longest: tokens of a row. Raises
+    `UserError` for servers or states that do not fit."""
     if "responses" in (config.mode, config.source):
         return DocumentTarget(ResponseStates(answers, target, needs, longest), target, READERS)
     whole = config.trainer_target == "whole"
@@ -59,8 +59,8 @@ def document_target(
 
 
 class DocumentTarget:
-    """A `FeatureTarget`. target: whole or in parts, for what it shares with drafters, its final
-    norm and its tokenizer; at_once: documents that are asked for at once."""
+    """A `FeatureTarget`. target: whole or in parts, for the tensors it shares with drafters, its
+    final norm and its tokenizer; at_once: documents that are requested at once."""
 
     def __init__(self, source: DocumentStates, target: TargetModel, at_once: int) -> None:
         self.source, self.target = source, target
@@ -72,8 +72,8 @@ class DocumentTarget:
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `TargetModel.features`; zeros on padding. Raises `UserError` when a document's states
-        cannot be had."""
+        """As `TargetModel.features`; zeros on padding. Raises `UserError` if a document's states
+        cannot be obtained."""
         layers = self.source.layers
         if strange := sorted({*needs.taps} - {*layers}):
             raise UserError(
@@ -105,13 +105,13 @@ class DocumentTarget:
         return taps, last
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel open requests."""
         self._workers.end()
         self.source.close()
 
 
 def whole_documents(segments: Tensor, positions: Tensor) -> Iterator[Document]:
-    """The documents of rows [B, T], padding aside; raises `UserError` for one whose positions do
+    """The documents of rows [B, T], without padding; raises `UserError` for one whose positions do
     not count from 0, as vLLM's do."""
     segments, positions = segments.cpu(), positions.cpu()
     for one in documents(segments, positions):

@@ -1,1 +1,1 @@
-"""Who answers besides our own decoder: OpenAI-compatible servers, vLLM in this process."""
+"""Sources of answers besides our own decoder: OpenAI-compatible servers, vLLM in this process."""

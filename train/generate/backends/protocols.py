@@ -22,7 +22,7 @@ PROBE = "Headstart probe: naïve 数学 — def f(x):\n    return x**2  # 12345 
 """A text that tokenizers disagree on."""
 
 Json = dict[str, Any]
-"""The body of a request, or an answer that was not looked at yet."""
+"""The body of a request, or an answer before any check."""
 
 
 class BadAnswerError(Exception):
@@ -38,7 +38,7 @@ class Ended:
 
 
 class _Completions(BaseModel):
-    """What is read of vLLM's answer."""
+    """The part of vLLM's answer that is read."""
 
     tokens: list[StrictInt] = Field(validation_alias=AliasPath("choices", 0, "token_ids"))
     prompt: list[StrictInt] = Field(validation_alias=AliasPath("choices", 0, "prompt_token_ids"))
@@ -47,7 +47,7 @@ class _Completions(BaseModel):
 
 
 class _Generated(BaseModel):
-    """What is read of SGLang's answer."""
+    """The part of SGLang's answer that is read."""
 
     tokens: list[StrictInt] = Field(validation_alias="output_ids")
     length: Any = Field(None, validation_alias=AliasPath("meta_info", "prompt_tokens"))
@@ -95,7 +95,7 @@ class OpenAI:
         self.model = model
 
     def request(self, request: Request, decode: DecodeConfig) -> Json:
-        """The body for one request. Everything that a server may have a default for is given."""
+        """The body for one request. It sets everything for which a server may have a default."""
         body = self._body(list(request.tokens), request.max_new_tokens)
         return {**body, **_sampling(decode), "top_k": decode.top_k, "seed": request.seed, "n": 1}
 
@@ -104,7 +104,7 @@ class OpenAI:
         return {**self._body(text, 1), "temperature": 0.0}
 
     def read_probe(self, answer: Json) -> list[int]:
-        """Token ids of the probe's text; raises `BadAnswerError` when the server gives none."""
+        """Token ids of the probe's text; raises `BadAnswerError` if the server returns none."""
         return _read(_Completions, answer).prompt
 
     def answer(self, answer: Json, request: Request) -> tuple[list[int], Ended]:
@@ -149,7 +149,7 @@ Protocol = OpenAI | SGLang
 
 
 def _sampling(decode: DecodeConfig) -> Json:
-    """The settings that both call by the same names."""
+    """The settings that have the same names in both."""
     names = ("temperature", "top_p", "min_p", "repetition_penalty")
     biases = {str(token): bias for token, bias in decode.logit_bias}
     given = {name: getattr(decode, name) for name in names}
@@ -160,7 +160,7 @@ def completion_of(
     request: Request, tokens: Sequence[int], ended: Ended, eos: Sequence[int], vocab_size: int
 ) -> Completion:
     """A server's answer as our decoder would have returned it, the end-of-text token included;
-    raises `BadAnswerError` for one that it could not have given."""
+    raises `BadAnswerError` for an impossible answer."""
     found = list(tokens)
     if any(not 0 <= token < vocab_size for token in found):
         raise BadAnswerError(
@@ -171,7 +171,7 @@ def completion_of(
             f"the server ended an answer with '{ended.finish}', which is neither stop nor length"
         )
     if ended.finish == "stop" and not (found and found[-1] in eos):
-        # Some servers leave out the token that ended the answer, which drafters have to learn.
+        # Some servers omit the token that ended the answer, which drafters have to learn.
         closing = ended.token if ended.token is not None else eos[0] if len(eos) == 1 else None
         if closing is None or closing not in eos:
             raise BadAnswerError(

@@ -1,10 +1,10 @@
 """Sampling through serving engines over HTTP: several servers, many requests at once, retries.
 
-After an error that may pass (429, 5xx, a broken connection, no answer in time) the request is put
-back, any server may take it next, and the server that failed gets no requests for a while. A server
-that keeps failing is left out; when none is left, or one request has failed too often, the run ends
-with a clear error, keeping what was answered: the same command continues. A request that a server
-refuses (400, 413, 422) is that row's failure.
+After a temporary error (429, 5xx, a broken connection, no answer in time) the request is put back,
+any server may take it next, and the server that failed gets no requests for a while. A server that
+keeps failing is left out. If none is left, or one request has failed too often, the run ends with
+an error and keeps the answers so far; the same command continues. If a server refuses a request
+(400, 413, 422), that row has failed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REFUSING = frozenset({400, 413, 422})
 
 
 class ServerError(Exception):
-    """A request without an answer. status: of HTTP; 0: none. wait: seconds asked for."""
+    """A request without an answer. status: of HTTP; 0: none. wait: seconds the server asked for."""
 
     def __init__(self, reason: str, status: int = 0, wait: float | None = None) -> None:
         super().__init__(reason)
@@ -52,14 +52,14 @@ class ServerError(Exception):
 
 @dataclass
 class Server:
-    """One server: its address, its protocol, and how it is doing."""
+    """One server: its address, its protocol, and its recent errors."""
 
     address: str
     protocol: Protocol
     failures: int = 0
-    """Errors in a row; of requests that were under way together only one counts."""
+    """Consecutive errors; of requests that were in flight together only one counts."""
     refusals: int = 0
-    """Answers in a row that it has too much to do, counted in the same way."""
+    """Consecutive answers that it is overloaded, counted in the same way."""
     failed_at: float = 0.0
     """Monotonic time of the last error that counted."""
     resume_at: float = 0.0
@@ -69,7 +69,7 @@ class Server:
 
 @dataclass
 class Pending:
-    """A request without an answer, and how often a server failed to give it one."""
+    """A request without an answer, and how often a server failed to answer it."""
 
     request: Request
     attempts: int = 0
@@ -98,7 +98,7 @@ class ServerPool:
             timeout=sampling.timeout,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             follow_redirects=True,
-            # Proxies of the environment stand before the internet, not before a cluster's servers.
+            # The environment's proxies are for the internet, not for a cluster's servers.
             trust_env=False,
             verify=ssl.create_default_context(),
         )
@@ -106,7 +106,7 @@ class ServerPool:
         self._answered = time.monotonic()
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-        """Answers in finishing order. Raises `UserError` when the servers cannot go on."""
+        """Answers in finishing order. Raises `UserError` if the servers cannot continue."""
         self._answered = time.monotonic()
         waiting: queue.SimpleQueue[Pending] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -139,7 +139,7 @@ class ServerPool:
         outcomes: queue.SimpleQueue[Outcome],
         stop: threading.Event,
     ) -> None:
-        """One request after the other to one server; several threads do this for each."""
+        """Send one request after the other to one server; several threads do this for each."""
         while not stop.is_set() and self._usable(server):
             try:
                 pending = waiting.get(timeout=0.1)
@@ -157,7 +157,7 @@ class ServerPool:
                 outcomes.put(outcome)
 
     def _outcome(self, server: Server, pending: Pending) -> Outcome | None:
-        """The outcome of a request; None: it is to be sent again. A `UserError` ends the run."""
+        """The outcome of a request; None: send it again. A `UserError` ends the run."""
         begun = time.monotonic()
         try:
             found = self._answer(server, pending.request)
@@ -179,8 +179,8 @@ class ServerPool:
         """Hold the server back for a while, or give up. begun: when the request was sent."""
         with server.lock:
             now = time.monotonic()
-            if begun >= server.failed_at:  # the others were under way when it failed before
-                # A busy server is not a broken one: it is waited for as long as `patience` allows.
+            if begun >= server.failed_at:  # the others were in flight when it failed before
+                # A busy server is not broken: the run waits for it as long as `patience` allows.
                 server.refusals += error.busy
                 server.failures += not error.busy
                 server.failed_at = now
@@ -225,7 +225,7 @@ class ServerPool:
         return completion
 
     def _connect(self, address: str) -> Server:
-        """The server at an address, after a look at its protocol, its model and its tokenizer."""
+        """The server at an address, after checking its protocol, its model and its tokenizer."""
         protocol = self._protocol(address)
         try:
             answer = self._patiently(address + protocol.path, protocol.probe(PROBE))
@@ -262,7 +262,7 @@ class ServerPool:
         return OpenAI(wanted or names[0])
 
     def _patiently(self, url: str, body: Json | None = None) -> Json:
-        """Ask, again after an error that may pass; raises `UserError` after the last attempt."""
+        """Ask, repeatedly after temporary errors; raises `UserError` after the last attempt."""
         for attempt in count():
             try:
                 return self._ask(url, body)
@@ -277,7 +277,7 @@ class ServerPool:
     def _ask(self, url: str, body: Json | None = None) -> Json:
         """POST JSON, or GET without a body; raises `ServerError`, `UserError` for a wrong key."""
         method = "GET" if body is None else "POST"
-        # states of any request, the probe's too, are files that have to be found again
+        # states of any request, also of the probe, are files that must be found again
         keeper = None if body is None else self.keeper
         headers = None if keeper is None else {"X-Request-Id": keeper.request_id()}
         try:

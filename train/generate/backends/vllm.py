@@ -17,7 +17,7 @@ from train.generate.target_facts import TargetFacts
 from train.generate.turns import Refused
 
 TOGETHER = 2048
-"""Requests that are handed to vLLM at once; what is finished is written after each such lot."""
+"""Requests that vLLM gets at once; finished answers are written after each such group."""
 
 
 class VllmBackend:

@@ -1,1 +1,1 @@
-"""Where figures go besides log.jsonl: one module per service, each imported only when asked for."""
+"""Tracking services besides log.jsonl: one module per service, imported only if configured."""

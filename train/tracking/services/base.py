@@ -1,5 +1,4 @@
-"""What a tracking service is to a training: figures by step, the best tau, transcripts, a
-checkpoint."""
+"""The interface of tracking services: figures by step, the best tau, transcripts, a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ ARTIFACT_TYPE = "model"
 
 @dataclass(frozen=True)
 class RunNames:
-    """How a run is told apart from others. artifact: name of its checkpoint."""
+    """The names that identify a run. artifact: name of its checkpoint."""
 
     project: str
     name: str
@@ -27,7 +26,7 @@ class RunNames:
 
     @property
     def artifact(self) -> str:
-        """The name with the characters that services take in names of artifacts."""
+        """The name, with only the characters that services allow in names of artifacts."""
         return "".join(char if char.isalnum() or char in "-_." else "-" for char in self.name)
 
 
@@ -51,8 +50,8 @@ def rows(transcripts: Sequence[Transcript]) -> list[list[Any]]:
 
 
 class Service(Protocol):
-    """One service, started. `failures` are the errors of its library and of the connection: a
-    training goes on without a service that raises one."""
+    """One started service. `failures` are the errors of its library and of the connection: if a
+    service raises one, the training continues without it."""
 
     failures: tuple[type[Exception], ...]
 
@@ -60,7 +59,7 @@ class Service(Protocol):
         """Figures of a step."""
 
     def summarise(self, step: int, best: Mapping[str, float]) -> None:
-        """The best measurement so far, in place of an earlier one."""
+        """The best measurement so far; replaces an earlier one."""
 
     def show(self, step: int, transcripts: Sequence[Transcript]) -> None:
         """Answers of the best measurement so far."""

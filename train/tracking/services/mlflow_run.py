@@ -26,7 +26,7 @@ LONGEST_VALUE = 500
 
 
 class MlflowRun:
-    """A run of the experiment that is called like the project. out: keeps the run's id."""
+    """A run of the experiment with the project's name. out: the folder that holds the run's id."""
 
     def __init__(self, out: Path, names: RunNames, settings: Mapping[str, Any]) -> None:
         try:
@@ -50,7 +50,7 @@ class MlflowRun:
             ) from error
 
     def _find_run(self, identity: Path, names: RunNames) -> tuple[str, bool]:
-        """The id of this folder's run, and whether it was made just now."""
+        """The id of this folder's run, and whether it was just created."""
         client = self._client
         if identity.is_file():
             run = identity.read_text(encoding="utf-8").strip()

@@ -1,5 +1,5 @@
 """Trackio: a dashboard on this machine (`trackio show`), or on a Hugging Face Space that
-TRACKIO_SPACE_ID names. Where files lie, and servers, are its own variables' matter."""
+TRACKIO_SPACE_ID names. Trackio's own variables set the place of its files and its servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from train.tracking.services.base import (
 
 
 class TrackioRun:
-    """A run of a Trackio project. It has no summary: the best tau is a figure of its own."""
+    """A run of a Trackio project. It has no summary: the best tau is a separate figure."""
 
     failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError)
 

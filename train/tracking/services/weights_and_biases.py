@@ -20,7 +20,7 @@ from train.tracking.services.base import (
 
 
 class WeightsAndBiases:
-    """A run there, or its files below <out>/wandb. identity: the run's id."""
+    """A run at Weights & Biases, or its files below <out>/wandb. identity: the run's id."""
 
     def __init__(
         self,
