@@ -77,7 +77,7 @@ def test_a_cycle_under_way_leaves_cells_empty() -> None:
 
 
 def test_for_an_engine_the_page_shows_exports_and_no_tau(tmp_path: Path) -> None:
-    command = "vllm serve target --speculative-config '{\"model\": \"<x>\"}'"
+    command = 'vllm serve target --speculative-config \'{"model": "<x>"}\''
     known = [{**line, "passes": 0} for line in traffic(5)]
     events = [*known, *cycle(1, "swapped", export="x", command=command)]
     found = gather_learning(events)
