@@ -129,6 +129,12 @@ class ServeConfig:
                 "serve.domains must name 1 to 64 domains, each a label of the metrics; given: "
                 f"{len(self.domains)}."
             )
+        if self.engine and (self.log_rejections or self.watch_folder):
+            raise UserError(
+                "serve.engine passes requests on: the engine drafts, and this server has neither "
+                "verifications to record (serve.log_rejections) nor a drafter to change "
+                "(serve.watch_folder). Leave them out."
+            )
         if (self.learn or self.sample) and self.records_redact:
             raise UserError(
                 "serve.records_redact keeps every token out of records, but serve.learn and "

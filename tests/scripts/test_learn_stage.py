@@ -245,14 +245,15 @@ def test_an_engines_traffic_becomes_an_export_for_it(tmp_path: Path) -> None:
         (["serve.engine=http://127.0.0.1:1"], r"add serve\.learn=true"),
         (["serve.engine=here", "serve.sample=true"], r"serve\.engine must be the address"),
         (["serve.engine=http://127.0.0.1:1", "serve.sample=true", "serve.drafter="], "is missing"),
+        (["serve.engine=http://127.0.0.1:1", "serve.log_rejections=true"], "the engine drafts"),
+        (["serve.engine=http://127.0.0.1:1", "serve.watch_folder=x"], "the engine drafts"),
     ],
 )
 def test_a_relay_says_what_it_lacks(tmp_path: Path, given: list[str], words: str) -> None:
     place = prepare(tmp_path)
     own = [f"serve.drafter={place / 'drafter'}", *common(place, tmp_path), "serve.port=0"]
-    settings = load_settings(STAGES["serve"], [*own, *given])
     with pytest.raises(UserError, match=words):
-        relay.run(settings)
+        relay.run(load_settings(STAGES["serve"], [*own, *given]))
 
 
 def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(tmp_path: Path) -> None:
