@@ -62,7 +62,7 @@ def run(settings: Settings) -> int:
         nonlocal learner
         where = f"{url_of(listening, bool(config.ssl_certfile))}/v1"
         kept = f"samples go to {shown(folder / TRAFFIC)}"
-        print(f"passing requests on from {where} to {relay.base}; {kept}", flush=True)
+        print(f"relaying at {where} to {relay.base}; {kept}", flush=True)
         if config.learn:
             whom = [f"learn.drafter='{found.folder.resolve()}'"]
             learner = start_learner(settings, folder, whom, {})
