@@ -106,8 +106,8 @@ class DecodeConfig(SamplingSettings):
     """CPU threads of the drafter while it drafts ahead; those of the target do not change."""
     compile: bool | Literal["auto"] = "auto"
     """Compile all passes: this takes tens of seconds once and makes later steps faster. On a CPU,
-    the compiled code is kept for later runs. auto: compile measurements on a CPU that are long
-    enough to gain from it (inference/decoding/execution/worth.py), and nothing else."""
+    the compiled code is kept for later runs. auto: only measurements on a CPU that are long enough
+    to gain from it (inference/decoding/execution/worth.py); set true for everything else."""
     exact: bool = False
     """Compute every token in shapes that do not depend on other tokens: plain and drafted text are
     the same in bfloat16 too, for any draft and batch (inference/target/exact.py). Slower. Not with
