@@ -70,7 +70,7 @@ class TrainConfig:
     """Domains of the answers that are trained on, and of the prompts that tau is measured on, such
     as [code]; empty: all."""
     prompts: tuple[str, ...] = ()
-    """Held-out prompts for these measurements: .jsonl files or folders of them. Empty: those that
+    """Held-out prompts for measuring tau: .jsonl files or folders of them. Empty: those that
     `generate` held out of the answers' data (data.reserve.validation)."""
     eval_prompts: PositiveInt = 24
     """Number of prompts of a measurement, spread over the domains as evenly as possible."""

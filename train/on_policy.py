@@ -56,7 +56,8 @@ class OnPolicyConfig:
     every: PositiveInt = 1
     """Interval in steps between steps with rewritten rows (at least 1)."""
     start: NonNegativeInt = 0
-    """Steps before the first of them; an untrained drafter's text teaches little."""
+    """Steps before the first one with rewritten rows; an untrained drafter's text teaches
+    little."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class ServeConfig:
     open: bool = False
     """Allow listening on an address other than loopback without a token."""
     context: Size = 0
-    """Maximum number of positions of a request, prompt and answer; every row has memory for this
+    """Maximum number of positions of a request (prompt and answer); every row has memory for this
     many. 0: the target's limit, at most 4096."""
     queue: Count = 128
     """Maximum number of requests that wait for a row; further ones get status 429."""
@@ -97,7 +97,8 @@ class ServeConfig:
     records: str = ""
     """Folder of the records; empty: <root>/records."""
     records_megabytes: Annotated[float, Ge(0.01), Le(1e9)] = 256.0
-    """Size in megabytes at which recording stops; the metrics count what is not written then."""
+    """Size in megabytes at which recording stops; the metrics count the records dropped after
+    that."""
     records_redact: bool = False
     """Leave tokens and text out of the records: only positions, depths, probabilities and keyed
     hashes are kept."""

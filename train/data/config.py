@@ -56,7 +56,7 @@ class SourceConfig:
     domain: str = "general"
     """Domain of all rows if there is no `domain_column`, and of rows whose value there is empty."""
     weight: PositiveWeight = 1.0
-    """Share of this source among those of a mixture, relative to the other weights."""
+    """Weight of this source in a mixture, relative to the other weights."""
     limit: PositiveInt | None = None
     """Maximum number of rows to use, counted after shuffling; None: all."""
     share: tuple[NonNegativeInt, NonNegativeInt] = (0, 1)
@@ -106,7 +106,7 @@ class ReserveConfig:
     bench: NonNegativeInt = 0
     """Prompts for measuring, with bench=own."""
     share: Fraction = 0.1
-    """Largest share of the conversations that each of the two may take."""
+    """Largest share of the conversations that each of validation and bench may take."""
     seed: Seed = 0
     """Seed of the choice of conversations."""
     prompts: tuple[str, ...] = ()
@@ -140,8 +140,8 @@ class DataConfig(SourceConfig):
     """With generate.answers=dataset: longest document in tokens; None: no limit, and the training
     cuts at its sequence length."""
     truncate: Literal["skip", "left", "right", "middle"] = "skip"
-    """What to do with longer ones: skip the row, or cut it on the left (the oldest turns first), on
-    the right or in the middle. Both are counted."""
+    """What to do with rows beyond these limits: skip the row, or cut it on the left (the oldest
+    turns first), on the right or in the middle. Both are counted."""
     deduplicate: Literal["none", "exact", "near"] = "exact"
     """Skip rows that repeat an earlier one: exact (same text except for case, punctuation and
     spaces), near (also those that share most of their text), or none (only repeated ids)."""

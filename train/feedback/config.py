@@ -41,13 +41,13 @@ class FeedbackConfig:
     """Train only on first errors and the tokens near them: documents end after their last error,
     and those without errors are left out."""
     replay_before: Size = 2
-    """Tokens before an error that stay supervised."""
+    """Tokens before an error that stay supervised (replay)."""
     replay_after: Size = 2
-    """Tokens after an error that stay supervised."""
+    """Tokens after an error that stay supervised (replay)."""
     domain_weights: bool = False
     """Weight whole domains by the verify passes that are lost in them on the user's traffic."""
     domain_power: Annotated[float, Ge(0), Le(10)] = 1.0
-    """Exponent of that weight: 0 changes nothing, 1 is proportional to the lost passes."""
+    """Exponent of the domain weights: 0 changes nothing, 1 is proportional to the lost passes."""
     traffic: Mapping[str, Weight] = field(default_factory=dict)
     """Share of the traffic's tokens per domain, in any unit; domains that are not named have share
     0. Empty: the shares in the answers."""
