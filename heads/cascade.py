@@ -44,16 +44,17 @@ class Config:
     """speed_up: the first part drafts for the second one, which drafts for the target. join: all
     parts draft for the target."""
     parts: tuple[Mapping[str, Any], ...] = ()
-    """Each {checkpoint: FOLDER}, or {kind: NAME, ...settings} for a kind that needs no training.
-    speed_up: two, the smaller first. join: two or more; the first one gets the asked shape, the
-    others branches beside it."""
+    """The parts, each as {checkpoint: FOLDER}, or {kind: NAME, ...settings} for a kind that needs
+    no training. speed_up: two, the smaller one first. join: two or more; the first one drafts the
+    requested shape, the others draft branches beside it."""
     proposed: Depth = 3
     """speed_up: tokens that the lower level proposes per inner round (>= 1)."""
     rounds: Depth = 2
-    """speed_up: passes of the upper level per draft (>= 1). One drafts 2 to proposed + 2 tokens,
-    each further one 1 to proposed + 1."""
+    """speed_up: passes of the upper level per draft (>= 1). The first one drafts 2 to proposed + 2
+    tokens, each further one 1 to proposed + 1."""
     branches: NonEmpty[Depth] = (5,)
-    """join: drafted tokens of each part after the first (>= 1); the last number repeats."""
+    """join: number of tokens that each part after the first one drafts (>= 1); the last number
+    repeats."""
 
     def __post_init__(self) -> None:
         if len(self.parts) < 2 or (self.mode == "speed_up" and len(self.parts) != 2):

@@ -36,11 +36,11 @@ class Config(NetworkConfig, ObjectiveConfig):
     """Configuration of a distilled drafter. Sizes of 0 follow the target."""
 
     token_share: Fraction = 1.0
-    """Share of a document's supervised tokens to train on (AdaSPEC; the paper takes 0.4): those on
+    """Share of a document's supervised tokens to train on (AdaSPEC; the paper uses 0.4): those on
     which the drafter is furthest behind `reference`. 1: all of them."""
     reference: str = ""
     """Checkpoint folder of the reference drafter for `token_share` below 1: a distilled drafter of
-    the same target, best of the same size, that was trained on all tokens."""
+    the same target, preferably of the same size, that was trained on all tokens."""
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)

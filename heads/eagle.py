@@ -47,19 +47,21 @@ class Config(base.LayerConfig):
     align_steps: Depth = 1
     """Steps trained in the drafter's own context: 1 is EAGLE, 3 or 4 is HASS (>= 1)."""
     step_decay: Fraction = 1.0
-    """Step k (1-based) weighs step_decay^(k-1) in the loss (0 < step_decay <= 1)."""
+    """Step k (1-based) has the weight step_decay^(k-1) in the loss (0 < step_decay <= 1)."""
     feature_weight: Weight = 1.0
-    """Weight of SmoothL1 between drafted and true features, a mean over their H entries (>= 0)."""
+    """Weight of SmoothL1 between drafted and true features, averaged over their H entries (>=
+    0)."""
     logit_weight: Weight = 0.1
     """Weight of the cross entropy against the target's distribution (>= 0)."""
     top_k_weight: Weight = 0.0
     """Weight of the cross entropy over the target's `top_k` likeliest tokens (>= 0; HASS: 1)."""
     top_k: Rows = 10
-    """How many tokens that loss looks at (>= 1)."""
+    """Number of tokens in the loss of `top_k_weight` (>= 1)."""
     fc_bias: bool = False
-    """Bias on the projection of token and feature, as published (vLLM runs none)."""
+    """Add a bias to the projection of token and feature, as published (vLLM does not support
+    it)."""
     noise: Weight = 0.1
-    """Features read in training get noise from U(-noise, noise) (>= 0)."""
+    """In training, add noise from U(-noise, noise) to the features that are read (>= 0)."""
 
     def __post_init__(self) -> None:
         weights = (self.feature_weight, self.logit_weight, self.top_k_weight)

@@ -46,12 +46,13 @@ class Config(TapConfig, LayerConfig):
     post_norm_recurrence: bool = True
     """Feed the normalised output to the next step (EAGLE-3.1), not the residual stream."""
     ttt_steps: Depth = 5
-    """Steps unrolled in training: the deepest token trained for (7 in EAGLE-3, 4 in 3.1)."""
+    """Steps unrolled in training, which is the deepest drafted token that is trained (7 in EAGLE-3,
+    4 in 3.1)."""
     decay: Fraction = 0.8
-    """Step k (1-based) weighs decay^(k-1) in the loss (0 < decay <= 1)."""
+    """Step k (1-based) has the weight decay^(k-1) in the loss (0 < decay <= 1)."""
     num_anchors: Rows | None = None
-    """Positions per training row behind which the second and later steps are trained, drawn anew
-    at every step (>= 1); null: all. The first step is trained everywhere."""
+    """Positions per training row after which the second and later steps are trained, drawn again at
+    every step (>= 1); null: all. The first step is trained at every position."""
 
 
 def from_eagle(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:

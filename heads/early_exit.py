@@ -52,24 +52,26 @@ class Config:
     """Configuration of an early exit. Layers are numbered from 0."""
 
     exit_layer: Layers = 0
-    """Keep the first so many layers; 0 without `layers` and `skip_ratio`: half of them."""
+    """Number of layers to keep, from the first on; 0 without `layers` and `skip_ratio`: half of
+    them."""
     layers: tuple[Layers, ...] = ()
-    """Keep exactly these layers instead (ascending); what `python -m scripts.tools.search_layers`
-    finds."""
+    """Keep exactly these layers instead (ascending), such as those that `python -m
+    scripts.tools.search_layers` finds."""
     skip_ratio: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Leave out this share of the layers instead (0 to 1), evenly spread; the first and the last
-    are kept. A set to start from when none was searched."""
+    are kept. Use it as a start if no set of layers was searched."""
     without_attention: tuple[Layers, ...] = ()
-    """Kept layers whose attention is left out."""
+    """Kept layers without their attention."""
     without_mlp: tuple[Layers, ...] = ()
-    """Kept layers whose MLP is left out."""
+    """Kept layers without their MLP."""
     adapter: Literal["none", "attention", "layer"] = "none"
-    """Between the exit and the LM head: none, attention (Kangaroo: an attention block and norms) or
-    layer (with an MLP as well). An adapter has to be trained; it needs `exit_layer`."""
+    """Adapter between the exit and the LM head: none, attention (Kangaroo: an attention block and
+    norms) or layer (with an MLP as well). An adapter must be trained and needs `exit_layer`."""
     adapter_from_target_layer: OptionalLayer = -1
     """Start the adapter from this target layer (0-based; Llama or Mistral); -1: random."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the answer's token, not the target's distribution."""
+    """Share of the loss that is taken on the answer's token instead of the target's
+    distribution."""
 
     def __post_init__(self) -> None:
         if bool(self.exit_layer) + bool(self.layers) + bool(self.skip_ratio) > 1:

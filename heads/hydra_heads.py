@@ -50,17 +50,17 @@ class Config:
     """Configuration of Hydra heads. Sizes of 0 are taken from the target."""
 
     num_heads: Depth = 4
-    """Heads K, the deepest token that can be drafted (>= 1)."""
+    """Number of heads K, which is also the deepest token that can be drafted (>= 1)."""
     num_layers: Depth = 1
-    """Blocks per head (>= 1; 4 in Hydra++). The first one reads k+1 vectors, the others one."""
+    """Blocks per head (>= 1; 4 in Hydra++). The first block reads k+1 vectors, the others one."""
     own_lm_head: bool = False
-    """Give every head an LM head of its own, started from the target's (V * H weights each, as in
-    the paper's code); otherwise share the frozen one."""
+    """Give every head a separate LM head that starts as the target's (V * H weights each, as in the
+    paper's code); otherwise all heads share the frozen one."""
     embedding_norm: bool = True
-    """RMSNorm the embeddings before the heads read them. They are often a hundred times smaller
+    """Apply RMSNorm to the embeddings that the heads read. They are often a hundred times smaller
     than the state beside them."""
     prefix_layer: bool = False
-    """Run the target's states through an own decoder layer first (Hydra++)."""
+    """Pass the target's states through an additional decoder layer first (Hydra++)."""
     num_attention_heads: Size = 0
     """Query heads of the prefix layer."""
     num_key_value_heads: Size = 0
@@ -70,12 +70,12 @@ class Config:
     intermediate_size: Size = 0
     """Width of the prefix layer's MLP."""
     decay: Fraction = 0.8
-    """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
+    """Head k (1-based) has the weight decay^k in the loss (0 < decay <= 1)."""
     hard_label_weight: UnitInterval = 1.0
-    """Share of the loss taken against the answer's token; the rest against the target's
+    """Share of the loss that is taken on the answer's token; the rest is on the target's
     distribution (0 to 1; Hydra++: 0)."""
     noise: Weight = 0.0
-    """States read in training get noise from U(-noise, noise) (>= 0)."""
+    """In training, add noise from U(-noise, noise) to the states that are read (>= 0)."""
 
 
 class FirstBlock(nn.Module):

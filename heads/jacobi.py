@@ -39,9 +39,9 @@ class Config:
     """Configuration of Jacobi drafting."""
 
     fill: Literal["follow", "prompt", "repeat"] = "follow"
-    """Guesses for positions that no pass has picked for: follow (what followed the last occurrence
-    of the guess before it), prompt (tokens of the text so far, as if at random), repeat (the guess
-    before it)."""
+    """Guess at a position for which no pass has a pick yet: follow (the token that followed the
+    last occurrence of the preceding guess), prompt (pseudo-random tokens of the text so far),
+    repeat (the preceding guess)."""
 
 
 @dataclass

@@ -32,7 +32,7 @@ from heads.nn.lookup.table import ChainCache, Fixed
 @config("head")
 @dataclass(frozen=True)
 class Config:
-    """Configuration of jump-forward: nothing to choose."""
+    """Configuration of jump-forward, which has no settings."""
 
 
 @dataclass

@@ -54,15 +54,15 @@ class Config:
     """Configuration of lookahead decoding."""
 
     ngram: DepthFromTwo = 4
-    """Tokens of an n-gram (>= 2): up to ngram - 1 are accepted from one."""
+    """Tokens of an n-gram (>= 2); a pass accepts up to ngram - 1 of them."""
     window: Layers = 0
-    """Columns of the window; 0: what fits the draft's shape."""
+    """Columns of the window; 0: as many as fit into the draft's shape."""
     guesses: Layers = 0
-    """N-grams verified per pass; 0: what fits the draft's shape."""
+    """N-grams verified per pass; 0: as many as fit into the draft's shape."""
     pool: Size = 1024
-    """N-grams remembered per row, the oldest going first."""
+    """Number of n-grams kept per row; the oldest are dropped first."""
     from_text: bool = True
-    """Whether n-grams of the text go into the pool too, besides those of trajectories."""
+    """Add the n-grams of the text to the pool, besides those of the trajectories."""
 
     def __post_init__(self) -> None:
         if self.pool < PROMPT_CHUNK:

@@ -42,19 +42,21 @@ class Config:
     """Configuration of Medusa heads."""
 
     num_heads: Depth = 4
-    """Heads K, the deepest token that can be drafted (>= 1; 3 to 5 in the paper)."""
+    """Number of heads K, which is also the deepest token that can be drafted (>= 1; 3 to 5 in the
+    paper)."""
     num_layers: Depth = 1
     """Residual blocks per head, each with its own weights (>= 1)."""
     own_lm_head: bool = False
-    """Give every head an LM head of its own, started from the target's (V' * H weights each);
-    otherwise all share one."""
+    """Give every head a separate LM head that starts as the target's (V' * H weights each);
+    otherwise all heads share one."""
     draft_vocab_size: Size = 0
-    """Tokens that can be drafted, the training data's most frequent; 0: all. The LM head that all
-    heads share is the target's, frozen, where they draft all tokens, and else a trained one."""
+    """Size of the draft vocabulary, the most frequent tokens of the training data; 0: all tokens.
+    The LM head that all heads share is the target's frozen one if they draft all tokens, otherwise
+    a trained one."""
     decay: Fraction = 0.8
-    """Head k (1-based) weighs decay^k in the loss (0 < decay <= 1)."""
+    """Head k (1-based) has the weight decay^k in the loss (0 < decay <= 1)."""
     soft_labels: bool = False
-    """Train on the target's distribution instead of the token it sampled."""
+    """Train on the target's distribution instead of the token that it sampled."""
 
 
 @dataclass

@@ -46,9 +46,10 @@ class Config(base.LayerConfig, DepthConfig):
     """Configuration of multi-token prediction. Sizes of 0 are taken from the target."""
 
     shared: bool = False
-    """One block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
+    """Use one block for all depths (FastMTP) instead of one per depth (DeepSeek-V3)."""
     depths: Depth = 4
-    """Depths that are trained (>= 1). Own blocks draft no deeper; a shared one can."""
+    """Number of trained depths (>= 1). With one block per depth, drafts are no deeper; a shared
+    block can draft deeper."""
 
 
 class MtpBlock(nn.Module):

@@ -38,13 +38,14 @@ from heads.nn.rope import Rotation
 @config("head")
 @dataclass(frozen=True)
 class Config(DepthConfig):
-    """Configuration of a target's own MTP block."""
+    """Configuration of the MTP block that a target ships with."""
 
     layer: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the layer, as the target's config.json has them: model_type, and what differs
-    from the target's sizes and its family's defaults; empty: all of the target's config.json."""
+    """Settings of the layer in the form of the target's config.json: model_type, and the values
+    that differ from the target's sizes and its family's defaults; empty: the target's whole
+    config.json."""
     from_target_layer: OptionalLayer = -1
-    """Without an import: start from this layer of the target (0-based; of the same sort); -1:
+    """Without an import: start from this layer of the target (0-based; of the same type); -1:
     random."""
 
 

@@ -49,11 +49,12 @@ class Config(NetworkConfig, ObjectiveConfig):
     depth: DepthFromTwo = 8
     """Tokens drafted per pass in training (K >= 2); serving may draft fewer or more."""
     keep: Fraction = 0.7
-    """Conditional drop: the share of positions with mask k is keep^k (0 < keep <= 1), ..."""
+    """Conditional drop: the share of positions with mask k is keep^k (0 < keep <= 1), but at least
+    `keep_least`."""
     keep_least: UnitInterval = 0.2
-    """... but at least this (0 to keep)."""
+    """Smallest share of positions with mask k (0 to keep)."""
     pard_token: OptionalToken = -1
-    """Token that serves as mask; -1: the training data's rarest, the highest id of equals."""
+    """Token that serves as mask; -1: the rarest of the training data, of equals the highest id."""
 
     def __post_init__(self) -> None:
         ObjectiveConfig.__post_init__(self)

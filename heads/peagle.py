@@ -51,17 +51,19 @@ class Config(TapConfig):
     """Configuration of P-EAGLE. Sizes of 0 are taken from the target."""
 
     own_embedding: bool = False
-    """Train an own embedding, started from the target's (V * H weights; as `speculators`)."""
+    """Train a separate embedding that starts as the target's (V * H weights; as in
+    `speculators`)."""
     num_layers: Layers = 0
-    """Decoder layers; 0: a quarter of the target's, 1 to 4 (4 in the paper)."""
+    """Decoder layers; 0: a quarter of the target's, at least 1 and at most 4 (4 in the paper)."""
     depths: Depth = 5
-    """Depths that are trained (>= 1); deeper ones can be drafted, ever less well."""
+    """Number of trained depths (>= 1). Deeper drafts are possible, but get worse with depth."""
     keep: Fraction = 0.7
     """Share of anchors that each further depth keeps in training (0 < keep <= 1; COD)."""
     keep_at_least: UnitInterval = 0.2
-    """Least share of anchors at any depth (0 to 1)."""
+    """Smallest share of anchors at any depth (0 to 1)."""
     decay: Fraction = 1.0
-    """Depth k (1-based) weighs decay^(k-1) in the loss, besides being rarer (0 < decay <= 1)."""
+    """Depth k (1-based) has the weight decay^(k-1) in the loss (0 < decay <= 1), in addition to
+    `keep`."""
 
 
 def from_eagle3(drafter: Drafter, given: dict[str, Tensor]) -> dict[str, Tensor]:

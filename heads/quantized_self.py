@@ -35,14 +35,14 @@ from heads.nn.target.layers import KeptLayer, MakeProduct
 @config("head")
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a quantised self."""
+    """Configuration of a quantised target as drafter."""
 
     bits: Literal[4, 8] = 4
     """Bits of a weight: 4 (groups with scale and offset) or 8 (one scale per output)."""
     group_size: TokensFromTwo = 64
-    """Weights that share a scale at 4 bits; must divide the target's sizes (32 to 128: fast)."""
+    """Weights that share a scale at 4 bits; must divide the target's sizes (32 to 128 are fast)."""
     quantize_head: bool = True
-    """Quantise the LM head as well; otherwise the target's own is used."""
+    """Quantise the LM head as well; otherwise use the target's."""
     layers: tuple[Layers, ...] = ()
     """Run only these layers of the target (ascending, 0-based); empty: all of them."""
 

@@ -48,18 +48,21 @@ class Config:
     max_n: Size = 24
     """Longest run of tokens compared (>= min_n)."""
     history_tokens: Size = 8192
-    """Tokens of earlier answers that each row of the batch keeps, the oldest going first; 0 keeps
-    none. All rows search all of them at every step."""
+    """Tokens of earlier answers that each row of the batch keeps; the oldest are dropped first. 0:
+    none. At every step, each row searches the tokens that all rows keep."""
     context: Size = 8
-    """Tokens before an answer that are remembered too, so that its beginning can be found."""
+    """Tokens before an answer that are kept too, so that the beginning of the answer can be
+    found."""
     occurrences: Rows = 64
-    """Occurrences of the longest match that count: the row's own first, then the newest."""
+    """Most occurrences of the longest match that count: the row's own first, then the newest."""
     min_probability: UnitInterval = 0.1
-    """Least share of the occurrences that continue along a drafted path (0 to 1)."""
+    """Smallest share of the occurrences that continue along a drafted path (0 to 1)."""
     per_match: Weight = 0.0
-    """Longest draft per matched token (>= 0): 2.0 drafts 4 behind a match of 2; 0: no limit."""
+    """Longest draft per matched token (>= 0): 2.0 drafts 4 tokens after a match of 2; 0: no
+    limit."""
     backoff: UnitInterval = 0.0
-    """Weight of an occurrence per token less than the longest match; 0: the longest alone."""
+    """Factor on an occurrence's weight per token less than the longest match; 0: only the longest
+    counts."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_n <= self.max_n:

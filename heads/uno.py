@@ -68,27 +68,27 @@ class Config:
     """Configuration of Uno."""
 
     block_size: DepthFromTwo = 16
-    """Tokens b drafted per pass in training, the first by the root's row (>= 2); serving may draft
-    fewer or more."""
+    """Tokens b drafted per pass in training, the first one by the root's row (>= 2); serving may
+    draft fewer or more."""
     curriculum: tuple[DepthFromTwo, ...] = (2, 4, 6, 8, 12)
     """Block sizes (ascending) that training goes through before block_size, in stages of equal
-    length; those that are not below block_size are left out. Empty: block_size from the start."""
+    length; sizes that are not below block_size are left out. Empty: block_size from the start."""
     slots: Literal["noise", "mask"] = "noise"
-    """What stands in the rows behind the root: noise (random tokens) or mask (a trained vector,
-    which serving engines do not have)."""
+    """Input of the rows after the root: noise (random tokens) or mask (a trained vector, which
+    serving engines do not have)."""
     noise_tokens: Size = 0
-    """Noise is drawn from the first so many token ids; 0: from all. Give the tokenizer's length
-    where the embedding has untrained rows behind it."""
+    """Draw the noise from this many token ids, from 0 on; 0: from all. Set the tokenizer's length
+    if the embedding has untrained rows after it."""
     modules: NonEmpty[Module] = MODULES
     """Linear layers of every decoder layer that are updated: q_proj, k_proj, v_proj, o_proj,
     gate_proj, up_proj, down_proj."""
     rank: Rows = 128
     """Rank of the updates (>= 1)."""
     alpha: PositiveWeight = 256.0
-    """The updates are multiplied by alpha / rank (> 0). The published recipe has 2048 at a learning
-    rate of 1e-5."""
+    """The updates are multiplied by alpha / rank (> 0). The published recipe uses 2048 at a
+    learning rate of 1e-5."""
     num_anchors: Rows = 64
-    """Blocks drawn per training row, among all positions where a response goes on."""
+    """Blocks per training row, drawn among all positions where a response continues."""
     tv: Weight = 1.0
     """Weight of the total variation distance, which is half of the L1 distance."""
     kl: Weight = 0.0
@@ -96,7 +96,7 @@ class Config:
     lk: Weight = 0.0
     """Weight of -log(acceptance rate), the LK loss."""
     annealed_lk: Weight = 0.0
-    """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
+    """Weight of the LK loss that changes from KL to total variation as acceptance rises."""
     ce: Weight = 0.0
     """Weight of the cross entropy against the answer's tokens."""
 

@@ -81,14 +81,14 @@ ROWS_PER_SHARD = 8192
 @config("records")
 @dataclass(frozen=True)
 class RecordsConfig:
-    """What `generate` and `measure` write down of their verifications."""
+    """The records that `generate` and `measure` write of their verifications."""
 
     enabled: bool = False
-    """Record what was drafted, how likely both models held it, and where it failed."""
+    """Record the drafts, their probabilities in both models, and where they failed."""
     max_megabytes: PositiveFloat = 1024.0
-    """Recording ends when its files reach this size."""
+    """Size in megabytes at which recording ends."""
     redact: bool = False
-    """Leave out every token: positions, depths, lengths and log-probabilities stay."""
+    """Leave out all tokens: positions, depths, lengths and log-probabilities stay."""
 
     @property
     def max_bytes(self) -> int:

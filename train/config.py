@@ -50,61 +50,59 @@ differ."""
 @config("train")
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, on how much at a time, and what is done along the way."""
+    """The length, the batches, the measurements and the saved states of a training."""
 
     max_steps: NonNegativeInt = 0
-    """Updates in all; 0: as many as `epochs` take."""
+    """Number of updates; 0: as many as `epochs` take."""
     epochs: Annotated[float, Ge(0), Le(1_000_000)] = 1.0
     """Passes over the data when max_steps is 0 (a fraction is allowed)."""
     global_batch: Annotated[int, Ge(1), Le(1_048_576)] = 16
     """Rows per update over all processes."""
     micro_batch: Rows = 4
-    """Rows per forward pass of one process; global_batch is a multiple of micro_batch x
+    """Rows per forward pass of one process; global_batch must be a multiple of micro_batch x
     processes."""
     sequence_length: Annotated[int, Ge(2), Le(1_048_576)] = 512
     """Tokens per row; answers are packed into rows."""
     eval_every: NonNegativeInt = 100
-    """Steps between measurements of tau; one more comes at the end. 0: never, and the last weights
-    count as the best."""
+    """Steps between measurements of tau, with another one at the end. 0: never; the last weights
+    then count as the best."""
     domains: tuple[str, ...] = ()
     """Domains of the answers that are trained on, and of the prompts that tau is measured on, such
     as [code]; empty: all."""
     prompts: tuple[str, ...] = ()
-    """Held-out prompts for these measurements: .jsonl files or folders of them. Empty: those that
+    """Held-out prompts for measuring tau: .jsonl files or folders of them. Empty: those that
     `generate` held out of the answers' data (data.reserve.validation)."""
     eval_prompts: PositiveInt = 24
-    """Prompts of a measurement in all, as evenly as possible from every domain."""
+    """Number of prompts of a measurement, spread over the domains as evenly as possible."""
     eval_tokens: Tokens = 64
-    """Most new tokens per prompt in a measurement."""
+    """Maximum number of new tokens per prompt in a measurement."""
     eval_batch: Rows = 8
     """Prompts decoded together in a measurement (tau does not depend on it)."""
     patience: Count = 0
-    """Stop after so many measurements in a row without a higher tau; 0: never."""
+    """Stop after this many measurements in a row without a higher tau; 0: never."""
     goal: NonNegativeFloat = 0.0
     """Stop once a measurement's tau reaches this; 0: never."""
     save_every: NonNegativeInt = 100
-    """Steps between saved states; one more comes at the end. 0: at the end only."""
+    """Steps between saved states, with another one at the end. 0: only at the end."""
     keep: Repeats = 2
-    """Saved states to keep (at least 1)."""
+    """Number of saved states to keep (at least 1)."""
     max_seconds: Seconds = 0.0
-    """End early once the steps have taken so many seconds, earlier sessions included; 0: no limit.
-    What comes out then depends on the machine's speed: prefer max_steps.
-    """
+    """End once the steps have taken this many seconds, including earlier sessions; 0: no limit. The
+    result then depends on the machine's speed: prefer max_steps."""
     peak_tflops: NonNegativeFloat = 0.0
-    """What one device can do at most, in 10^12 FLOP/s of this precision, for the utilisation; 0:
-    known GPUs by name, and a CPU is measured by a short matrix product, at the start and again at
-    the end.
-    """
+    """Peak of one device in 10^12 FLOP/s of this precision, for the utilisation; 0: known GPUs by
+    name; a CPU is measured by a short matrix product, at the start and again at the end."""
     parity: bool = True
     """Compare the training path with the decoding path before the first step and after the last."""
     seed: Seed = 0
-    """Of the drafter's initial weights, of the order of rows, and of everything else random."""
+    """Seed of the drafter's initial weights, of the order of rows and of all other random
+    choices."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
-    """Answers continued by the drafter itself."""
+    """Training on text that the drafter writes."""
     refresh: RefreshConfig = field(default_factory=RefreshConfig)
     """Starting from an existing drafter."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    """Where figures go besides log.jsonl: Weights & Biases, TensorBoard, Trackio, MLflow."""
+    """Trackers besides log.jsonl: Weights & Biases, TensorBoard, Trackio, MLflow."""
 
     def __post_init__(self) -> None:
         if not self.max_steps and self.epochs <= 0:

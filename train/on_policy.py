@@ -41,24 +41,23 @@ _MASK63 = (1 << 63) - 1
 @config("train.on_policy")
 @dataclass(frozen=True)
 class OnPolicyConfig:
-    """How much of the training is on what the drafter itself writes."""
+    """The share of text that the drafter itself writes in a training."""
 
     share: UnitInterval = 0.0
     """Probability that a row is rewritten (0 to 1); 0: never."""
     window: Tokens = 16
-    """Most tokens that the drafter writes in one document (at least 1), as one chain; kinds with a
-    largest depth can draft no deeper.
-    """
+    """Maximum number of tokens that the drafter writes in one document (at least 1), as one chain;
+    kinds with a largest depth draft no deeper than that."""
     temperature: Temperature = 1.0
-    """Of the drafter's sampling; 0: its most likely tokens."""
+    """Temperature of the drafter's sampling; 0: its most likely tokens."""
     rest: bool = False
-    """Whether the answer's own tokens behind the window stay supervised: the target then judges
-    them behind the drafter's words. Not where the drafter ended the text.
-    """
+    """Keep the answer's own tokens after the window supervised: the target then judges them after
+    the drafter's text. Not where the drafter ended the text."""
     every: PositiveInt = 1
-    """Only every so many steps have rewritten rows (at least 1)."""
+    """Interval in steps between steps with rewritten rows (at least 1)."""
     start: NonNegativeInt = 0
-    """Steps before the first of them: what an untrained drafter writes teaches little."""
+    """Steps before the first one with rewritten rows; an untrained drafter's text teaches
+    little."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ class OptimConfig:
 
     kind: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon (train/muon.py): Muon for the matrices between states, AdamW for embeddings,
-    LM heads, norms and biases. Not with engine.zero_stage 3 and not with engine.offload."""
+    LM heads, norms and biases. muon does not work with engine.zero_stage 3 or engine.offload."""
     lr: Rate = 1e-3
-    """Peak learning rate (> 0). Medusa heads take 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4."""
+    """Peak learning rate (> 0). Medusa heads use 1e-3, EAGLE-3 on an 8B target 5e-5 to 1e-4."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.95
     """muon only: decay of the running mean of a matrix's gradient (in [0, 1))."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -39,30 +39,29 @@ class OptimConfig:
     """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never
     decayed."""
     clip: NonNegativeFloat = 1.0
-    """Largest norm of the whole gradient; a longer one is scaled down to it. 0 leaves gradients
-    alone."""
+    """Maximum norm of the whole gradient; a longer one is scaled down to it. 0: no clipping."""
 
 
 @config("schedule")
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves over a run of known length."""
+    """The learning rate over a run of known length."""
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """cosine, linear, constant, or wsd (warm up, stay, decay in the last part)."""
     warmup: NonNegativeFloat = 0.04
-    """Linear warm-up: a share of all steps when below 1, else a number of steps."""
+    """Linear warm-up: a share of all steps if below 1, else a number of steps."""
     min_ratio: UnitInterval = 0.1
     """Rate at the last step, as a share of the peak (0 to 1); `constant` ignores it."""
     decay: Fraction = 0.2
-    """wsd only: the last part in which the rate falls, as a share of all steps (above 0, at most
-    1)."""
+    """wsd only: length of the last part, in which the rate falls, as a share of all steps (above 0,
+    at most 1)."""
     begin: UnitInterval = 0.0
-    """Where in the schedule this training begins (0 to 1): above 0 for one that goes on from
-    another. Its rate climbs from 0 to the schedule's over the warm-up's share of its own steps,
-    since AdamW has to find its moments again."""
+    """Position in the schedule where this training begins (0 to 1): above 0 for one that continues
+    another. Its rate then rises from 0 to the schedule's over the warm-up's share of its own steps,
+    since AdamW must rebuild its moments."""
     end: UnitInterval = 1.0
-    """Where in the schedule this training ends (above begin, at most 1)."""
+    """Position in the schedule where this training ends (above begin, at most 1)."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.begin < self.end <= 1.0:

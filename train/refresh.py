@@ -51,28 +51,28 @@ _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAP
 @config("train.refresh")
 @dataclass(frozen=True)
 class RefreshConfig:
-    """Where a training starts, and how much of the drafter it may change."""
+    """The start of a training, and how much of the drafter it may change."""
 
     init_from: str = ""
     """Checkpoint folder of a drafter of the same sizes whose weights the training starts from;
-    empty: a fresh drafter. It is of the same kind, or of one that the kind can start from (eagle3
-    from eagle and peagle, peagle from eagle3). Parts that either one lacks (a block drafter's
-    dependency, convolutions, confidence) begin anew or are left out."""
+    empty: a new drafter. It must be of the same kind, or of one that the kind can start from
+    (eagle3 from eagle and peagle, peagle from eagle3). Parts that one of the two lacks (a block
+    drafter's dependency, convolutions, confidence) start untrained or are left out."""
     other_target: bool = False
-    """Accept a drafter of another target with the same tokenizer and sizes, such as the one that
-    the target was fine-tuned from."""
+    """Accept a drafter of another target with the same tokenizer and sizes, such as the one from
+    which the target was fine-tuned."""
     old_target: str = ""
-    """Folder or Hub id of the target that `init_from` was trained for. Given, what the target has
-    changed by since is added to the drafter first (`carry`): worth it where drafters begin as
+    """Folder or Hub id of the target that `init_from` was trained for. If given, the changes of the
+    target since then are added to the drafter first (`carry`). Use it for drafters that begin as
     copies of the target's layers."""
     lora_rank: Size = 0
-    """Rank of the updates of linear layers, which are then all that is trained; 0: all weights are
-    trained."""
+    """Rank of updates of linear layers, which are then the only weights trained; 0: train all
+    weights."""
     lora_alpha: Weight = 0.0
-    """Updates are multiplied by lora_alpha / lora_rank; 0: twice the rank."""
+    """The updates are multiplied by lora_alpha / lora_rank; 0: lora_alpha is twice the rank."""
     adapter: bool = False
-    """Keep the updates apart: checkpoints hold them alone, in peft's layout, and name `init_from`,
-    the base that they are added to whenever they are loaded. So one base serves several domains
+    """Store the updates separately: checkpoints hold only them, in peft's layout, and name
+    `init_from`, the base that they are added to at loading. One base can then serve several domains
     (train.domains), each with a small adapter."""
 
     def __post_init__(self) -> None:

@@ -43,7 +43,7 @@ OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce"
 @config("head")
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What the drafter's distribution q is trained towards, p being the target's."""
+    """The objective of the drafter's distribution q; p is the target's distribution."""
 
     forward_kl: Weight = 1.0
     """Weight of KL(target || drafter)."""
@@ -52,19 +52,19 @@ class ObjectiveConfig:
     jsd: Weight = 0.0
     """Weight of the generalised Jensen-Shannon divergence."""
     jsd_beta: OpenFraction = 0.5
-    """Its mixture weight of the target's distribution (0 < beta < 1)."""
+    """jsd: mixture weight of the target's distribution (0 < beta < 1)."""
     tv: Weight = 0.0
-    """Weight of the total variation distance. Alone it hardly moves a fresh drafter."""
+    """Weight of the total variation distance. Alone, it hardly trains a new drafter."""
     lk: Weight = 0.0
-    """Weight of -log(acceptance rate), the rate being sum min(p, q) (LK losses: L_alpha)."""
+    """Weight of -log(acceptance rate), with the rate sum min(p, q) (LK losses: L_alpha)."""
     lk_annealed: Weight = 0.0
-    """Weight of w KL + (1 - w) TV, w = exp(-lk_eta x a row's mean acceptance) (L_lambda)."""
+    """Weight of w KL + (1 - w) TV with w = exp(-lk_eta x a row's mean acceptance) (L_lambda)."""
     lk_eta: Annotated[float, Gt(0), Le(1000)] = 3.0
-    """How fast lk_annealed turns from KL to TV as acceptance rises (> 0)."""
+    """How fast lk_annealed changes from KL to TV as acceptance rises (> 0)."""
     ce: Weight = 0.0
     """Weight of the cross entropy against the answer's tokens."""
     temperature: Warmth = 1.0
-    """Both distributions of the soft objectives are taken at this temperature (> 0)."""
+    """Temperature of both distributions in the soft objectives (> 0)."""
 
     def __post_init__(self) -> None:
         weights = [getattr(self, name) for name in OBJECTIVES]

@@ -30,21 +30,23 @@ SHAPES: tuple[Shape, ...] = ("chain", "tree", "dynamic")
 @config("audit")
 @dataclass(frozen=True)
 class AuditConfig:
-    """What is audited, and how thoroughly."""
+    """The drafters, checks and sizes of an audit."""
 
     name: str = "audit"
     """Folder of this audit below <root>/<name>/."""
     drafters: tuple[str, ...] = ()
-    """Drafters of this run or checkpoint folders; empty: all trained ones, else a new head=."""
+    """Drafters of this run or checkpoint folders; empty: all trained drafters of the run, or an
+    untrained one of head= if there are none."""
     kinds: tuple[str, ...] = ("ngram",)
-    """Kinds without weights that are audited as well."""
+    """Kinds without weights to audit as well."""
     checks: NonEmpty[str] = CHECKS
-    """Which of invariance, processors and distribution to run."""
+    """Checks to run: invariance, processors, distribution."""
     precisions: NonEmpty[str] = ("float64", "float32", "bfloat16")
-    """Formats of the target, in turn; float64 must be identical. Processors: only in the first."""
+    """Number formats of the target, one after the other; float64 must be identical. Processors:
+    only in the first."""
     shapes: NonEmpty[Shape] = SHAPES
     """Draft shapes: chain (decode.depth), tree (decode.choices, else audit.choices), dynamic; also
-    dartree, which drafters without it are left out of."""
+    dartree, for the drafters that support it."""
     choices: tuple[tuple[Rank, ...], ...] = (
         (0,),
         (1,),
@@ -55,23 +57,23 @@ class AuditConfig:
         (0, 0, 0),
         (0, 1, 0),
     )
-    """The tree, where decode.choices does not give one."""
+    """Paths of the tree if decode.choices gives none."""
     temperatures: NonEmpty[Temperature] = (0.0, 1.0)
     """Temperatures of the invariance check."""
     batch_size: Rows = 3
     """Rows of the ragged batch; everything is also decoded one row at a time."""
     prompts: PositiveInt = 4
-    """Prompts, spread over the domains."""
+    """Number of prompts, spread over the domains."""
     max_new_tokens: TokensFromTwo = 48
     """Tokens per answer."""
     rules: tuple[str, ...] = LOSSLESS
-    """Acceptance rules of the distribution check; only lossless ones promise a distribution."""
+    """Acceptance rules of the distribution check; only lossless ones guarantee a distribution."""
     seeds: Annotated[int, Ge(100), Le(1_000_000_000)] = 1000
     """Answers sampled per distribution."""
     support: RowsFromTwo = 4
     """Tokens kept at each position of the distribution check (top-k)."""
     significance: Annotated[float, Gt(0), Lt(0.1)] = 1e-6
-    """A distribution less likely than this is a mismatch."""
+    """A distribution with a smaller p-value than this is a mismatch."""
 
     def __post_init__(self) -> None:
         require_folder_name("audit.name", self.name)

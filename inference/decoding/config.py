@@ -37,14 +37,14 @@ class DecodeConfig(SamplingSettings):
     """How to decode: the target's sampling (inherited), the draft's shape, the batch."""
 
     rule: str = "match"
-    """Which drafts are kept: match (the target's own pick, same text with any drafter), rejection
-    and block (chains), specinfer and traversal (chains and trees), typical, which changes the
-    text's distribution, or auto: match at temperature 0, above it the rule that keeps most drafts
-    of the shape and the text's distribution."""
+    """Acceptance rule: match (accept the target's own pick; same text with any drafter), rejection
+    and block (chains), specinfer and traversal (chains and trees), typical (changes the text's
+    distribution), or auto: match at temperature 0, and above it the rule that accepts the most
+    drafts of the shape and keeps the text's distribution."""
     typical_epsilon: Fraction = 0.09
-    """Rule typical: a draft at least this likely is always kept."""
+    """Rule typical: always accept a draft that is at least this likely."""
     typical_delta: Fraction = 0.3
-    """Rule typical: keep a draft more likely than this times exp(-entropy)."""
+    """Rule typical: accept a draft that is more likely than this times exp(-entropy)."""
     shape: Shape = "chain"
     """none (plain decoding), chain, tree (from `choices`), dynamic (new at every step), or dartree
     (new at every step, grown from the distributions of one drafting pass: DARTree)."""
@@ -53,63 +53,69 @@ class DecodeConfig(SamplingSettings):
     choices: tuple[tuple[Rank, ...], ...] = ()
     """Paths of a static tree, as sibling ranks: [[0], [1], [0, 0]]."""
     nodes: Rows = 17
-    """Nodes of a dynamic tree or a dartree, the root included."""
+    """Nodes of a dynamic tree or a dartree, including the root."""
     width: Rows = 8
     """Dynamic trees: nodes expanded per level, and children considered per node. Dartrees: nodes
-    kept per level while the tree grows; from `nodes` - 1 on it is the best of its candidates."""
+    kept per level while the tree grows; with `nodes` - 1 or more, the tree is the best of its
+    candidates."""
     candidates: Rows = 64
-    """Dartrees: tokens considered at each depth, the best that the pass gives it."""
+    """Dartrees: number of most likely tokens considered at each depth."""
     depth_penalty: Weight = 0.2
-    """Dartrees: nats that every level takes off a node's score when the `nodes` to verify are
-    chosen from all that were grown. 0 trusts the drafter's probabilities; the larger, the wider and
-    shallower the tree."""
+    """Dartrees: nats subtracted from a node's score for every level when the `nodes` to verify are
+    chosen. 0 trusts the drafter's probabilities; larger values make the tree wider and
+    shallower."""
     batch_size: Rows = 1
     """Rows decoded together; finished rows are refilled."""
     max_new_tokens: Tokens = 128
-    """Most new tokens of an answer, the end-of-text token included."""
+    """Maximum number of new tokens per answer, including the end-of-text token."""
     share_noise: bool = True
-    """Rule match above temperature 0: rank drafts with shared Gumbel noise. Off to compare."""
+    """Rule match above temperature 0: rank drafts with shared Gumbel noise. Turn it off to
+    compare."""
     seed: LongSeed = 0
     """Base of the per-prompt seeds."""
     prefill_chunk: Tokens = 2048
     """Prompt tokens read in one pass; longer prompts are read in several."""
     lag: Annotated[int, Ge(-1), Le(8)] = -1
-    """Steps under way before the host reads one (0 to 8); -1: 2 on CUDA, else 0. Lossless."""
+    """Steps in flight before the host reads the result of one (0 to 8); -1: 2 on CUDA, else 0.
+    Lossless."""
     graph: Literal["auto", "off"] = "auto"
-    """auto: capture a step as a CUDA graph where there is CUDA; off: launch every operation."""
+    """auto: capture a step as a CUDA graph if there is CUDA; off: launch every operation."""
     adaptive: Literal["none", "entropy", "confidence", "throughput"] = "none"
-    """Stop a chain early, row by row: entropy (the root of the entropy that a draft is drawn from
-    exceeds the threshold; SVIP), confidence (the estimated probability that a draft is reached and
-    kept falls below the threshold), throughput (most expected tokens per second of the batch), or
-    none. Never changes the text under match, nor its distribution under rejection and block."""
+    """Stop a chain early, row by row: entropy (the square root of the entropy of a draft's
+    distribution exceeds the threshold; SVIP), confidence (the estimated probability that a draft is
+    reached and accepted falls below the threshold), throughput (most expected tokens per second of
+    the batch), or none. Never changes the text under match, nor its distribution under rejection
+    and block."""
     adaptive_threshold: Annotated[float, Ge(-1), Le(1e6)] = -1.0
-    """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 and
-    0.3, which paid on the embedded target; measure for other drafters, most of all for entropy."""
+    """entropy: above 0, lower stops earlier; confidence: 0 to 1, higher stops earlier. -1: 2.0 for
+    entropy and 0.3 for confidence, which gave a gain on the embedded target; measure for other
+    drafters, above all with entropy."""
     adaptive_head: str = ""
     """File of a trained acceptance head (scripts/tools/fit_acceptance.py); empty: the drafter's own
-    confidence, else its largest probability."""
+    confidence, or its largest probability if it has none."""
     adaptive_lengths: tuple[Layers, ...] = ()
-    """Draft lengths to choose the next step's from by past acceptance and cost, ascending up to
-    `depth`; 0 drafts nothing for a step. Empty: always `depth`."""
+    """Draft lengths from which past acceptance and cost choose that of the next step, ascending up
+    to `depth`; with length 0 a step drafts nothing. Empty: always `depth`."""
     adaptive_costs: tuple[PositiveFloat, ...] = ()
     """Cost of passes over 1, 2, ... depth + 1 nodes per row, in any unit; empty: measured."""
     ahead: bool = False
-    """Draft while the target verifies (inference/decoding/ahead.py): the likeliest outcome is taken
-    for granted, and the draft behind it used when it comes true. Same drafts, same text. For chains
+    """Draft while the target verifies (inference/decoding/ahead.py): the next draft assumes the
+    likeliest outcome, and is used if that outcome comes true. Same drafts, same text. For chains
     and drafters that draft from tokens alone; not with `adaptive` or `compile`."""
     ahead_threads: Rows = 1
-    """CPU threads of the drafter while it drafts ahead; the target keeps its own."""
+    """CPU threads of the drafter while it drafts ahead; those of the target do not change."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile all passes: tens of seconds once, faster steps after. On a CPU what was compiled is
-    kept for later runs. auto: measurements on a CPU that are long enough for it to pay
-    (inference/decoding/execution/worth.py); all else has to be told."""
+    """Compile all passes: this takes tens of seconds once and makes later steps faster. On a CPU,
+    the compiled code is kept for later runs. auto: only measurements on a CPU that are long enough
+    to gain from it (inference/decoding/execution/worth.py); set true for everything else."""
     exact: bool = False
-    """Compute every token in shapes that depend on no other: plain and drafted text are the same in
-    bfloat16 too, whatever the draft and the batch (inference/target/exact.py). Slower. Not with
+    """Compute every token in shapes that do not depend on other tokens: plain and drafted text are
+    the same in bfloat16 too, for any draft and batch (inference/target/exact.py). Slower. Not with
     `compile`, experts, recurrent layers or quantised weights."""
     structure: str = ""
-    """What every answer follows: json (any JSON object), or a file with a JSON schema (.json), a
-    regular expression (.regex) or a grammar (.ebnf). Empty: free text. Needs xgrammar."""
+    """Constraint that every answer follows: json (any JSON object), or a file with a JSON schema
+    (.json), a regular expression (.regex) or a grammar (.ebnf). Empty: free text. Needs
+    xgrammar."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,10 +46,11 @@ StepKey = tuple[str, str, int]
 @config("bench.costs")
 @dataclass(frozen=True)
 class CostConfig:
-    """Where cost curves are measured: every combination of nodes, batches and lengths."""
+    """The points of the cost curves: every combination of nodes, batches and lengths."""
 
     nodes: tuple[Rows, ...] = ()
-    """Nodes of a verification, for instance [1,2,4,8,16,32,64]. Empty: no cost curves."""
+    """Numbers of nodes of a verification, for instance [1,2,4,8,16,32,64]. Empty: no cost
+    curves."""
     batches: NonEmpty[Rows] = (1,)
     """Rows decoded together."""
     lengths: NonEmpty[Tokens] = (128, 512)
@@ -57,7 +58,7 @@ class CostConfig:
     repeats: Repeats = 15
     """Timed calls per point; the median counts."""
     warmup: Count = 3
-    """Calls per point beforehand, not timed."""
+    """Untimed calls per point before the timed ones."""
 
 
 @dataclass(frozen=True)

@@ -20,34 +20,34 @@ READABLE: tuple[str, ...] = get_args(Readable)
 @config("export")
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is exported, for which engine, and where to."""
+    """The checkpoint to export, the engine, and the folder to write."""
 
     engine: Engine = "vllm"
     """vllm, sglang, speculators, transformers or llama.cpp (a GGUF file)."""
     checkpoint: str = ""
     """A checkpoint folder; empty: the run's drafter (run.name, run.drafter)."""
     out: str = ""
-    """The folder to write; empty: <run>/export/<drafter>/<engine>, for an adapter alone
+    """Folder to write; empty: <run>/export/<drafter>/<engine>, for an adapter alone
     <run>/export/<drafter>/adapter."""
     merge: bool = False
-    """Of an adapter (train.refresh.adapter): write the drafter that its base and its updates make
-    together, as the engine loads it. false: the updates alone, in peft's layout."""
+    """For an adapter (train.refresh.adapter): write the drafter that its base and its updates make
+    together, as the engine loads it. false: only the updates, in peft's layout."""
     tokens: Layers = 0
-    """Drafted tokens per step that the serve commands name; 0: as many as the checkpoint's
-    decode.yaml says, without one as many as the drafter was trained for."""
+    """Drafted tokens per step in the serve commands; 0: the number in the checkpoint's decode.yaml,
+    or without that file the number that the drafter was trained for."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Number format of the weights: float32, bfloat16 or float16; empty: as stored, which can be
-    imported back bit for bit."""
+    """Number format of the weights: float32, bfloat16 or float16; empty: as stored, so that they
+    can be imported back bit for bit."""
     quantise: Literal["", "int8", "fp8", "nvfp4"] = ""
-    """Weights of decoder layers and of `fc` in the layout of compressed-tensors, for vLLM: int8 or
-    fp8 (e4m3) with a scale per output, or nvfp4 (4 bits) with one per 16 inputs; empty: as they
-    are."""
+    """Quantise the weights of decoder layers and of `fc` in the layout of compressed-tensors, for
+    vLLM: int8 or fp8 (e4m3) with a scale per output, or nvfp4 (4 bits) with one per 16 inputs;
+    empty: do not quantise."""
     mask_token_id: OptionalToken = -1
-    """Token that stands for "not known yet" in drafters that learned a vector for it; -1: one that
-    the tokenizer does not use."""
+    """Token that replaces the mask in drafters that learned a mask vector; -1: one that the
+    tokenizer does not use."""
     stitch: bool = False
-    """Of a target's own MTP block (native_mtp): write the whole target with this block in the place
-    of its own. Weight files without parts of the block are linked, not copied, where that is
+    """For the MTP block of a target (native_mtp): write the whole target with this block in place
+    of the original one. Weight files without parts of the block are linked instead of copied if
     possible."""
     overwrite: bool = False
     """Replace the folder if it exists and an export wrote it."""
@@ -56,17 +56,17 @@ class ExportConfig:
 @config("import")
 @dataclass(frozen=True)
 class ImportConfig:
-    """Which folder is imported, and where to."""
+    """The folder to import, and the checkpoint to write."""
 
     source: str = ""
-    """The folder that another trainer, or `headstart export`, wrote; a target's own, for its MTP
+    """Folder that another trainer or `headstart export` wrote, or the target's folder for its MTP
     block."""
     layout: Literal["auto", Readable] = "auto"
-    """auto, speculators, native_mtp (the MTP block in a target's own checkpoint), mtp, eagle3
-    (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle, medusa, adapter (a LoRA of the
-    target: Uno) or causal (language models)."""
+    """Layout of the folder: auto, speculators, native_mtp (the MTP block in a target's own
+    checkpoint), mtp, eagle3 (P-EAGLE too), dflash (and DFlash 2, DSpark, Domino), eagle, medusa,
+    adapter (a LoRA of the target: Uno) or causal (language models)."""
     out: str = ""
-    """The checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best,
+    """Checkpoint folder to write; empty: <run>/train/<run.drafter, or the source's name>/best,
     where measuring finds it."""
     overwrite: bool = False
     """Replace the checkpoint if it exists and was imported."""

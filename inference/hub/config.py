@@ -18,15 +18,15 @@ OWN = "headstart"
 @config("pull")
 @dataclass(frozen=True)
 class PullConfig:
-    """Which published drafter is fetched, and to where."""
+    """The published drafter to download, and the folder to write."""
 
     repo: str = ""
     """Repository on the Hub, "user/name"."""
     revision: str = ""
     """Branch, tag or commit; empty: the newest."""
     what: str = OWN
-    """headstart (the checkpoint: for chat, measure and train), an engine's folder (vllm, sglang,
-    speculators, transformers), or all."""
+    """Part to download: headstart (the checkpoint: for chat, measure and train), an engine's folder
+    (vllm, sglang, speculators, transformers), or all."""
     out: Path | None = None
     """Folder to write; empty: <run.root>/pulled/<user>--<name>."""
 

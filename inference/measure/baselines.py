@@ -43,22 +43,24 @@ ServingMode = Literal["plain", "ngram", "draft_model"]
 @config("bench.baselines")
 @dataclass(frozen=True)
 class BaselinesConfig:
-    """Which loops of others are measured as well; temperature 0 and batch size 1 only."""
+    """Decoding loops of other projects to measure as well; only at temperature 0 and batch size
+    1."""
 
     transformers: tuple[Mode, ...] = ()
-    """Of generate, assisted, assisted_constant (always the drafter's depth), prompt_lookup."""
+    """Loops to measure: generate, assisted, assisted_constant (always the drafter's depth),
+    prompt_lookup."""
     assistant: str = ""
-    """Drafter that serves as draft model; empty: the first that is a Llama (kind distilled)."""
+    """Drafter used as the draft model; empty: the first one that is a Llama (kind distilled)."""
     lookup_tokens: Depth = 10
     """Tokens that prompt lookup proposes."""
     vllm_python: str = ""
     """Python of an environment with vLLM; empty: vLLM is not measured."""
     vllm: tuple[ServingMode, ...] = ("plain", "ngram", "draft_model")
-    """Of plain, ngram and draft_model."""
+    """vLLM's modes to measure: plain, ngram, draft_model."""
     vllm_drafted: Depth = 4
     """Tokens that vLLM drafts per step."""
     vllm_seconds: Seconds = 1800.0
-    """Longest time that one vLLM mode may take."""
+    """Time limit of one vLLM mode in seconds."""
 
 
 PeerAnswer = tuple[list[int], list[tuple[int, int, bool]], dict[str, float]]

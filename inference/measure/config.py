@@ -55,7 +55,7 @@ PACKAGES = ("torch", "transformers", "numpy", "headstart")
 @config("bench.lost")
 @dataclass(frozen=True)
 class LostConfig:
-    """Whether and on how many prompts the missing speed is explained."""
+    """The analysis of the missing speed."""
 
     enabled: bool = False
     """Write the block `lost` into report.json, and transcripts.json next to it."""
@@ -64,17 +64,18 @@ class LostConfig:
     temperatures: tuple[Temperature, ...] = ()
     """Further temperatures at which these prompts are decoded, for instance [1]."""
     transcripts: Count = 2
-    """Answers per domain that are kept token by token with both models' candidates."""
+    """Answers per domain that are stored token by token with the candidates of both models."""
     candidates: Rows = 5
-    """Best candidates of either model that a transcript shows."""
+    """Number of best candidates of each model in a transcript."""
     repeats: Repeats = 25
-    """Timed calls per width, where the cost of a wider verification is not among bench.costs."""
+    """Timed calls per width if the cost of a wider verification is not among bench.costs."""
 
 
 @config("bench")
 @dataclass(frozen=True)
 class BenchConfig:
-    """What to measure on. Sampling, length and the draft's shape are each arm's `DecodeConfig`."""
+    """The prompts, repeats and further parts of a measurement. Sampling, length and the draft's
+    shape are each arm's `DecodeConfig`."""
 
     prompts: str = "assets/prompts"
     """A .jsonl file or a folder with one <domain>.jsonl per domain; with bench.dataset.template
@@ -83,44 +84,46 @@ class BenchConfig:
     domains: tuple[str, ...] = ()
     """Domains to measure; empty: all."""
     prompts_per_domain: PositiveInt = 16
-    """Measured prompts of each domain, at most."""
+    """Maximum number of measured prompts of each domain."""
     contexts: tuple[PositiveInt, ...] = ()
-    """Put other prompts of its domain before every prompt, as many as fit into so many tokens; each
-    length gives a prompt of its own. Empty: prompts stay as they are. For real documents see
+    """Put as many other prompts of its domain before every prompt as fit into this many tokens;
+    each length gives a separate prompt. Empty: prompts stay as they are. For real documents see
     bench=long."""
     warmup_prompts: PositiveInt = 2
-    """Prompts decoded beforehand by every arm, not measured."""
+    """Unmeasured prompts that every arm decodes first."""
     repeats: Repeats = 2
-    """How often every prompt is measured; answers do not change. From two on, the time of the
-    repeats tells whether the machine was quiet."""
+    """Number of measurements of every prompt; answers do not change. With two or more, the times of
+    the repeats show whether the machine was disturbed."""
     spread: PositiveFloat = 0.1
-    """How much longer than its fastest repeat an arm's slowest one may take. Above it the machine
-    counts as disturbed: another repeat is measured, and the fastest `repeats` are kept."""
+    """Largest spread of an arm: how much longer its slowest repeat may take than its fastest one.
+    Above it the machine counts as disturbed: another repeat is measured, and the fastest `repeats`
+    are kept."""
     retries: Count = 2
-    """Most further repeats that are measured on a disturbed machine; after that the report says
-    that it was."""
+    """Maximum number of further repeats on a disturbed machine; if it stays disturbed, the report
+    says so."""
     compare_noise: bool = True
-    """Above temperature 0, rule match: measure trained drafters also with their own noise."""
+    """Rule match above temperature 0: measure trained drafters also without shared noise."""
     seed: Seed = 0
-    """Chooses the prompts and draws the bootstrap samples. The answers' seed is decode.seed."""
+    """Seed that chooses the prompts and draws the bootstrap samples. The answers' seed is
+    decode.seed."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """How the rows of a dataset become prompts; without a template, prompts are prompt files."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """Speed by batch size, draft length, context and temperature; nothing unless asked for."""
+    """Speed by batch size, draft length, context and temperature; off by default."""
     costs: CostConfig = field(default_factory=CostConfig)
-    """Cost curves of verification and drafting; nothing unless asked for."""
+    """Cost curves of verification and drafting; off by default."""
     roofline: bool = False
-    """Compare with the memory bandwidth of this device, which is probed."""
+    """Compare with the memory bandwidth of this device, which is measured."""
     baselines: BaselinesConfig = field(default_factory=BaselinesConfig)
-    """Other people's decoding loops on the same prompts; nothing unless asked for."""
+    """Decoding loops of other projects on the same prompts; off by default."""
     lost: LostConfig = field(default_factory=LostConfig)
-    """What the missing speed is lost to, and answers token by token; nothing unless asked for."""
+    """The parts of the missing speed, and answers token by token; off by default."""
     server: str = ""
     """Address of a running server (http://127.0.0.1:8000) to measure instead of drafters."""
     baseline_server: str = ""
     """Address of the same server without speculation, for the speedup."""
     serving: ServingConfig = field(default_factory=ServingConfig)
-    """How a running server is asked, and where its acceptance comes from."""
+    """Requests to a running server, and the source of its acceptance."""
 
     def __post_init__(self) -> None:
         if self.baseline_server and not self.server:

@@ -38,22 +38,22 @@ class DatasetConfig:
     template: str = ""
     """The user message with columns in braces: "{question}". Empty: bench.prompts are files."""
     turns_column: str = ""
-    """Column with the user messages of a conversation, in place of a template: each is asked behind
-    the answer to the one before it, and measured."""
+    """Column with the user messages of a conversation, in place of a template: each message is
+    asked after the answer to the one before it, and measured."""
     name: str = ""
     """Configuration of a Hub dataset (`name` of `datasets.load_dataset`); empty: its only one."""
     split: str = "test"
     """Split of a Hub or saved dataset; a file is one split."""
     revision: str = "main"
-    """Git revision of a Hub dataset. The commit it stood for is recorded in the report."""
+    """Git revision of a Hub dataset. The report records its commit."""
     id_column: str = ""
     """Column with unique ids; empty: the row's number."""
     domain_column: str = ""
-    """Column with the row's domain, for numbers by domain; empty: all rows are of `domain`."""
+    """Column with the row's domain, for numbers by domain; empty: all rows belong to `domain`."""
     domain: str = ""
     """Domain of all rows without a domain column; empty: the file's or dataset's name."""
     placeholder: str = ""
-    """Rows with this text are left out: a dataset's mark for content to be fetched elsewhere."""
+    """Leave out rows with this text, a dataset's mark for content to be fetched elsewhere."""
     limit: NonNegativeInt = 0
     """Read at most this many rows, from the start; 0: all."""
 

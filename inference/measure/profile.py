@@ -39,22 +39,22 @@ OWN = -1
 @config("bench.profile")
 @dataclass(frozen=True)
 class ProfileConfig:
-    """What is varied, one thing at a time; everything empty: no profile."""
+    """The conditions to vary, one at a time; all empty: no profile."""
 
     batches: tuple[Rows, ...] = ()
-    """Batch sizes, for instance [1,4,16,32]; at each, every draft length is tried."""
+    """Batch sizes, for instance [1,4,16,32]; each draft length is tried at each of them."""
     contexts: tuple[Tokens, ...] = ()
-    """Prompt lengths in tokens, made of real prompts in a row; decoded one by one."""
+    """Prompt lengths in tokens; the prompts are joined from real ones and decoded one by one."""
     temperatures: tuple[Temperature, ...] = ()
     """Temperatures, for instance [0,1]; decoded one by one."""
     depths: tuple[Depth, ...] = ()
     """Draft lengths tried at each batch size; empty: 1 up to the drafter's own."""
     arms: tuple[str, ...] = ()
-    """Drafters that are profiled; empty: all."""
+    """Drafters to profile; empty: all."""
     blocks: Repeats = 5
-    """Blocks of requests per point: what intervals resample."""
+    """Blocks of requests per point; intervals resample them."""
     refills: Repeats = 2
-    """Prompts per row in a block: rows are refilled this often."""
+    """Prompts per row in a block; rows are refilled this often."""
 
     @property
     def wanted(self) -> bool:

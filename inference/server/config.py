@@ -32,59 +32,61 @@ LARGEST_TOKEN = 16_384
 @config("serve")
 @dataclass(frozen=True)
 class ServeConfig:
-    """How `headstart serve` serves. Rows decoded together: `decode.batch_size`; defaults of
+    """Settings of `headstart serve`. Rows decoded together: `decode.batch_size`; defaults of
     sampling and length: `decode`."""
 
     drafter: str = ""
     """Name of a drafter of this run, checkpoint folder, kind without weights, or none; empty: the
-    run's fastest one, as measured."""
+    drafter of the run that was measured to be the fastest."""
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs a token, or serve.open=true."""
+    """Address to listen on. Any address but loopback needs a token, or serve.open=true."""
     port: Port = 8000
     """Port to listen on; 0 takes a free one and prints it."""
     name: str = ""
-    """Model name that clients see; empty: the target's id, of a folder its last part."""
+    """Model name that clients see; empty: the target's id, or the last part of its folder."""
     token_file: str = ""
-    """File that holds the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and
-    without that no token."""
+    """File with the bearer token; empty: the environment variable HEADSTART_SERVE_TOKEN, and if
+    that is not set, no token."""
     admin_token_file: str = ""
-    """File that holds the token of whoever may change the drafter over HTTP; empty: the environment
-    variable HEADSTART_SERVE_ADMIN_TOKEN, and without that nobody may."""
+    """File with the token that allows changing the drafter over HTTP; empty: the environment
+    variable HEADSTART_SERVE_ADMIN_TOKEN, and if that is not set, such changes are not allowed."""
     watch_folder: str = ""
-    """Folder whose newest checkpoint is the drafter: one that appears there is verified and taken
-    while requests run, one that cannot be taken is refused. Empty: none is watched."""
+    """Folder whose newest checkpoint is the drafter: a new one is verified and installed while
+    requests run; one that cannot be installed is refused. Empty: no folder is watched."""
     open: bool = False
-    """Listen on another address than loopback without a token."""
+    """Allow listening on an address other than loopback without a token."""
     context: Size = 0
-    """Most positions of a request, prompt and answer; every row has memory for so many. 0: the
-    target's limit, at most 4096."""
+    """Maximum number of positions of a request (prompt and answer); every row has memory for this
+    many. 0: the target's limit, at most 4096."""
     queue: Count = 128
-    """Requests that may wait for a row; further ones get status 429."""
+    """Maximum number of requests that wait for a row; further ones get status 429."""
     queue_seconds: Limit = 60.0
-    """Longest wait for a row before a request gets status 429."""
+    """Seconds that a request waits for a row before it gets status 429."""
     request_seconds: Limit = 600.0
-    """Longest time from arrival to the end of an answer; then it is broken off with status 504."""
+    """Seconds from arrival to the end of an answer, after which it is ended with status 504."""
     write_seconds: Limit = 30.0
-    """Longest time a streaming client may take to read a piece before it counts as gone."""
+    """Seconds that a streaming client may take to read a piece before it counts as disconnected."""
     header_seconds: Limit = 10.0
-    """Longest time the headers of a request may take to arrive, and a TLS handshake."""
+    """Seconds that the headers of a request may take to arrive, and a TLS handshake."""
     body_seconds: Limit = 20.0
-    """Longest time a request may take to arrive behind its headers."""
+    """Seconds that the rest of a request may take to arrive after its headers."""
     body_kilobytes: Annotated[int, Ge(1), Le(1_048_576)] = 1024
-    """Largest request; larger ones get status 413. Nothing is read before the token was right."""
+    """Largest request in kilobytes; larger ones get status 413. Nothing is read before the token is
+    verified."""
     idle_seconds: Limit = 30.0
-    """Longest time a connection may stay open without a request."""
+    """Seconds that a connection may stay open without a request."""
     connections: Connections = 1024
-    """Most connections. At the limit the one that has waited longest for its client is ended for a
-    new one."""
+    """Maximum number of connections. At the limit, a new connection replaces the one that has
+    waited longest for its client."""
     connections_per_address: Connections = 512
-    """Most connections of one address (IPv6: of a /64 network), in the same way."""
+    """Maximum number of connections of one address (IPv6: of a /64 network), with the same rule."""
     ssl_certfile: str = ""
-    """PEM file of a certificate, with its chain: the server speaks https; empty: http."""
+    """PEM file of a certificate with its chain; the server then speaks https. Empty: http."""
     ssl_keyfile: str = ""
-    """PEM file of the certificate's private key, unencrypted; empty: serve.ssl_certfile has it."""
+    """PEM file of the certificate's private key, unencrypted; empty: serve.ssl_certfile contains
+    it."""
     grace_seconds: Seconds = 30.0
-    """After SIGTERM or SIGINT: how long running requests may go on. New ones get status 503
+    """Seconds that running requests may continue after SIGTERM or SIGINT. New ones get status 503
     meanwhile."""
     domains: tuple[str, ...] = ("chat", "code", "math", "summary", "translation", "qa", "other")
     """Domains that requests may name in the header X-Headstart-Domain, for metrics and records;
@@ -95,19 +97,20 @@ class ServeConfig:
     records: str = ""
     """Folder of the records; empty: <root>/records."""
     records_megabytes: Annotated[float, Ge(0.01), Le(1e9)] = 256.0
-    """Size at which recording stops; what is not written then is counted in the metrics."""
+    """Size in megabytes at which recording stops; the metrics count the records dropped after
+    that."""
     records_redact: bool = False
-    """Keep no token and no text in the records, only positions, depths, probabilities and keyed
-    hashes."""
+    """Leave tokens and text out of the records: only positions, depths, probabilities and keyed
+    hashes are kept."""
 
     engine: str = ""
     """Address of an engine that answers, such as http://127.0.0.1:8001 of vLLM: requests are passed
     on to it, and its answers are sampled for a learner (docs/learning.md). Empty: this server
-    decodes itself."""
+    decodes."""
 
     learn: bool = False
-    """Learn from the traffic in the background: answers are sampled, and `headstart learn` runs
-    beside the server (docs/learning.md)."""
+    """Learn from the traffic in the background: sample answers, and run `headstart learn` beside
+    the server (docs/learning.md)."""
     sample: bool = False
     """Sample answers for a `headstart learn` that is started by hand. Needs an admin token, with
     which the learner changes the drafter."""
@@ -115,11 +118,13 @@ class ServeConfig:
     """Folder of the samples, the learner's journal and its candidates; empty: <root>/learn."""
     learn_share: Fraction = 1.0
     """Share of the answers that is sampled. Requests with "store": false or the header
-    X-Headstart-Store: false never are."""
+    X-Headstart-Store: false are never sampled."""
     learn_megabytes: Annotated[float, Ge(0.01), Le(1e9)] = 256.0
-    """Size of the samples that wait for the learner; the oldest are dropped for new ones."""
+    """Largest size in megabytes of the samples that wait for the learner; beyond it, new samples
+    replace the oldest."""
     learn_seconds: Annotated[float, Ge(0.1), Le(60)] = 60.0
-    """Longest time (up to 60) until a sampled answer is written, which the learner sees then."""
+    """Seconds after which a sampled answer is written at the latest (up to 60); the learner sees it
+    then."""
     learn_settings: tuple[str, ...] = ()
     """Further settings of the learner, such as [learn.least_tokens=50000,train.max_steps=200]."""
 

@@ -12,50 +12,51 @@ from inference.folders import require_folder_name
 @config("watch")
 @dataclass(frozen=True)
 class WatchConfig:
-    """Settings of `headstart watch`. Fresh traffic is `records` or `metrics` where given, else
-    answers decoded now."""
+    """Settings of `headstart watch`. Fresh traffic is `records` or `metrics` if given, else answers
+    decoded now."""
 
     drafter: str = ""
     """The drafter: its checkpoint folder, or its name in this run."""
     learn: bool = False
     """Make the reference: decode the prompts of `bench` with the target that the drafter was
-    trained for, and write them to `reference` (empty: watch.json in the drafter's folder)."""
+    trained for, and write it to `reference` (empty: watch.json in the drafter's folder)."""
     reference: str = ""
-    """What to compare with: a watch.json, a measurement's folder or its report.json; empty: what
-    lies in the drafter's folder."""
+    """Reference to compare with: a watch.json, a measurement's folder or its report.json; empty:
+    the one in the drafter's folder."""
     records: str = ""
     """Folder of records that a server, a measurement or a generation wrote."""
     metrics: tuple[str, ...] = ()
-    """A running server's address (http://127.0.0.1:8000/metrics), or files with what /metrics
-    showed, oldest first, or folders of such files."""
+    """Address of a running server (http://127.0.0.1:8000/metrics), or files with saved output of
+    /metrics, oldest first, or folders of such files."""
     domain: str = ""
-    """The domain of `metrics` from an engine that does not tell domains apart; empty: all domains
-    of the reference together, in the shares that they have there."""
+    """Domain of `metrics` from an engine that does not count by domain; empty: all domains of the
+    reference together, in the shares that they have there."""
     window: PositiveInt = 256
-    """Fewest verify passes between two looks at `metrics` that count as one observation."""
+    """Minimum number of verify passes between two reads of `metrics` that count as one
+    observation."""
     every: Timeout = 15.0
-    """Seconds between two looks at a running server."""
+    """Seconds between two reads of a running server's metrics."""
     seconds: Timeout = 3600.0
-    """How long a running server is watched, at most."""
+    """Maximum number of seconds that a running server is watched."""
     timeout: Timeout = 30.0
-    """Seconds after which a look at a running server has failed."""
+    """Seconds after which a read of a running server's metrics counts as failed."""
     key_variable: str = "HEADSTART_SERVER_KEY"
-    """Environment variable with the running server's key, if it wants one."""
+    """Environment variable with the running server's key, if it needs one."""
     system: str = ""
     """System prompt to put before every prompt that is decoded now."""
     name: str = "watch"
     """Folder of this watch below <root>/<name>/."""
     max_prompts: PositiveInt = 400
-    """Most prompts to decode."""
+    """Maximum number of prompts to decode."""
     tolerance: OpenFraction = 0.05
     """Share of the accepted drafted tokens per pass (tau - 1) that may be lost without an alarm."""
     alarm_rate: OpenFraction = 0.01
-    """Chance of ever raising an alarm while nothing has changed, all domains and any number of
-    looks together."""
+    """Probability of ever raising an alarm while nothing has changed, over all domains and any
+    number of reads together."""
     stop: bool = True
     """Stop decoding at the first alarm. Off: decode all prompts, for the narrowest intervals."""
     seed: Seed = 0
-    """Of the order in which prompts are decoded."""
+    """Seed of the order in which prompts are decoded."""
 
     def __post_init__(self) -> None:
         require_folder_name("watch.name", self.name)

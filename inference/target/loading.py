@@ -125,7 +125,7 @@ EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 @config("target")
 @dataclass(frozen=True)
 class TargetConfig:
-    """Which target to load, and how."""
+    """The target to load, and how to load it."""
 
     path: str
     """Hub id or local folder of a Hugging Face causal LM with its tokenizer."""
@@ -134,15 +134,15 @@ class TargetConfig:
     dtype: str = "float32"
     """float64, float32, bfloat16, float16, or auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: CUDA when there is one."""
+    """cpu, cuda, cuda:N, or auto: CUDA if there is one."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off unless you trust its author."""
+    """Run Python code that comes with the model. Turn it on only if you trust the author."""
     quantization: str = "auto"
     """auto (as the checkpoint says), none, bnb-4bit, bnb-8bit, torchao-int8, torchao-int4 or fp8:
     see `inference.target.quantization`."""
     long_context: bool = False
     """For models with two sets of rotary frequencies (longrope: Phi-3 128k): use the long set, for
-    prompts of every length. Off, the short set is used and prompts end where it does."""
+    prompts of every length. Off: use the short set, and limit prompts to its length."""
     tensor_parallel: bool = False
     """Split the target over torchrun's processes: see `inference.target.parallel`."""
 

@@ -26,11 +26,11 @@ from heads.api.config import (
 @config("traffic")
 @dataclass(frozen=True)
 class TrafficConfig:
-    """The traffic, the server, the drafters, and the prompts that acceptance and costs are measured
-    on."""
+    """The traffic, the server, the drafters, and the prompts for measuring acceptance and costs."""
 
     file: str = ""
-    """.jsonl of requests with their times (docs/tuning.md), or the text of a server's /metrics."""
+    """.jsonl file of requests with their times (docs/tuning.md), or the text of a server's
+    /metrics."""
     drafters: tuple[str, ...] = ()
     """Names of drafters of this run, or checkpoint folders; empty: all that the run has trained."""
     depths: NonEmpty[Depth] = (1, 2, 4, 8)
@@ -40,25 +40,25 @@ class TrafficConfig:
     context: Size = 0
     """Positions that a row can hold; 0: as many as the longest request of the traffic needs."""
     answer_tokens: Tokens = 128
-    """Length of an answer where the traffic does not say."""
+    """Length of an answer in tokens if the traffic does not give it."""
     seconds: Seconds = 0.0
-    """Text of /metrics: how long the server had run when it was taken; 0: the time that its engine
-    was busy."""
+    """Text of /metrics: seconds that the server had run when it was saved; 0: the time that its
+    engine was busy."""
     requests: Annotated[int, Ge(1), Le(1_000_000)] = 400
-    """Text of /metrics: requests to simulate."""
+    """Text of /metrics: number of requests to simulate."""
     batches: NonEmpty[Rows] = (1, 4, 16)
-    """Batch sizes at which costs are measured; between them they are interpolated."""
+    """Batch sizes at which costs are measured; costs between them are interpolated."""
     temperature: Temperature = 0.0
-    """Of the traffic's sampling."""
+    """Temperature of the traffic."""
     prompts: str = ""
-    """What acceptance is measured on, domain by domain: as bench.prompts. Empty: the validation
+    """Prompts for measuring the acceptance of each domain, as bench.prompts. Empty: the validation
     prompts that were held out of the run's data."""
     prompts_per_domain: PositiveInt = 8
-    """Prompts of each domain, at most."""
+    """Maximum number of prompts of each domain."""
     max_new_tokens: TokensFromTwo = 64
-    """Length of the answers that acceptance is measured on, at most."""
+    """Maximum length in tokens of the answers on which acceptance is measured."""
     repeats: Repeats = 9
     """Timed calls per point of the cost curves."""
     seed: Seed = 0
-    """Of what is drawn: how much of each draft is kept, and the arrivals behind the text of
-    /metrics."""
+    """Seed of the random draws: how much of each draft is accepted, and the arrivals if the traffic
+    is the text of /metrics."""

@@ -72,21 +72,21 @@ Evaluate = Callable[[Chosen], float]
 @config("search")
 @dataclass(frozen=True)
 class SearchConfig:
-    """How long to search, and for which draft."""
+    """The length of the search, and the draft to search for."""
 
     evaluations: Annotated[int, Ge(4), Le(1_000_000)] = 48
-    """Sets that are tried (>= 4)."""
+    """Number of sets to try (>= 4)."""
     depth: Depth = 4
     """Tokens drafted per pass: gamma (>= 1)."""
     fixed_cost: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Share of the target's cost per token that every drafted token pays whatever is left out: its
-    LM head (0 to below 1)."""
+    """Share of the target's cost per token that every drafted token has whatever is left out: that
+    of its LM head (0 to below 1)."""
     most_cost: UnitInterval = 1.0
-    """Sets whose drafted token costs a larger share of the target's than this are not tried."""
+    """Largest cost of a drafted token to try, as a share of the target's cost of a token."""
     objective: Literal["speedup", "tau"] = "speedup"
     """speedup: tau / (1 + gamma c); or tau: the most accepted tokens within `most_cost`."""
     seed: Seed = 0
-    """Of the search's own draws."""
+    """Seed of the search."""
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ def require_settings(key: str, overrides: Iterable[str]) -> None:
 @config("run")
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run writes and what it starts from."""
+    """The folder of a run, and the inputs that it starts from."""
 
     name: str = "default"
-    """The run: all stages of one loop share <root>/<name>/."""
+    """Name of the run: all stages of one loop share <root>/<name>/."""
     root: str = "outputs"
     """Folder of all runs."""
     drafter: str = ""
@@ -60,14 +60,13 @@ class RunConfig:
     answers: str = ""
     """Folder of generated answers to train on; empty: <root>/<name>/generate."""
     seed: Seed = 0
-    """Seed of everything random. The other groups' seeds follow it unless they are set themselves.
-    """
+    """Seed of all random choices. The other groups' seeds follow it unless they are set."""
     threads: Layers = 0
-    """CPU threads for torch; 0 leaves torch's own choice."""
+    """CPU threads for torch; 0: torch's default."""
     overwrite: bool = False
     """Delete this stage's folder first and start again."""
     accept_changes: bool = False
-    """Continue in a folder although its settings or inputs have changed since."""
+    """Continue in a folder even if its settings or inputs have changed."""
 
     def __post_init__(self) -> None:
         require_folder_name("run.name", self.name)
@@ -82,28 +81,28 @@ class RunConfig:
 @config("measure")
 @dataclass(frozen=True)
 class MeasureConfig:
-    """Which drafters are measured, and under which name the measurement is kept."""
+    """The drafters to measure, and the name of the measurement."""
 
     name: str = "measure"
     """Folder of this measurement below <root>/<name>/. The main one is called measure."""
     drafters: tuple[str, ...] = ()
     """Names of drafters of this run, checkpoint folders, or names on the Hub (user/name); empty:
-    all that the run has trained, of a sweep's row the best."""
+    all that the run has trained; of a sweep's row, the best one."""
     kinds: tuple[str, ...] = ("ngram",)
-    """Drafters without training that are measured as well: head configs (conf/head/), or names of
+    """Drafters without training to measure as well: head configs (conf/head/), or names of
     `heads`."""
     heads: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What such a name means where it is not a head config as it stands: name -> recipe (a head
-    config) or kind, and changed keys, such as {exit2: {recipe: early_exit, exit_layer: 2}}."""
+    """Definitions of names in `kinds` that are not head configs: name -> recipe (a head config) or
+    kind, and changed keys, such as {exit2: {recipe: early_exit, exit_layer: 2}}."""
     draft: dict[str, Any] = field(default_factory=dict)
-    """One draft for all in place of their own: shape, depth, choices, nodes, width, candidates,
-    depth_penalty; such as {shape: dynamic, nodes: 26}."""
+    """One draft for all drafters in place of their own: shape, depth, choices, nodes, width,
+    candidates, depth_penalty; such as {shape: dynamic, nodes: 26}."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Other drafts than a drafter was trained for: name -> the keys of measure.draft. Such as
-    {ngram: {depth: 8}}."""
+    """Drafts other than the ones that drafters were trained for: name -> the keys of measure.draft,
+    such as {ngram: {depth: 8}}."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
-    """Write down in <measurement>/records/<drafter>/ what is drafted and where it fails, in a
-    separate decoding that is not timed."""
+    """Write to <measurement>/records/<drafter>/ what is drafted and where it fails, in a separate
+    decoding that is not timed."""
 
     def __post_init__(self) -> None:
         require_measurement_name("measure.name", self.name)
@@ -112,66 +111,66 @@ class MeasureConfig:
 @config("report")
 @dataclass(frozen=True)
 class ReportConfig:
-    """Which measurements are shown, and where the report goes."""
+    """The measurements to show, and the folder of the report."""
 
     reports: tuple[str, ...] = ()
     """report.json files or folders that hold one; empty: every measurement of this run, the main
     one first."""
     out: str = ""
-    """Folder for report.md, report.html and the plots; empty: the run's own folder."""
+    """Folder for report.md, report.html and the plots; empty: the run's folder."""
 
 
 @config("chat")
 @dataclass(frozen=True)
 class ChatConfig:
-    """Who answers, and how the conversation starts."""
+    """The drafter and the system message of a chat."""
 
     drafter: str = ""
     """Name of a drafter of this run, checkpoint folder, name on the Hub (user/name), kind without
-    weights, or none; empty: the run's fastest one, as measured."""
+    weights, or none; empty: the drafter of the run that was measured to be the fastest."""
     system: str = ""
-    """System message put before the conversation; empty for none."""
+    """System message put before the conversation; empty: none."""
 
 
 @config("refresh")
 @dataclass(frozen=True)
 class RefreshStageConfig:
-    """What is refreshed, with how much, and when it is enough."""
+    """The drafter to refresh, the amount of data, and the condition that ends it."""
 
     drafter: str = ""
     """The old drafter: its checkpoint folder, or its name in this run."""
     prompts: PositiveInt = 256
-    """Rows of `data` that the new target answers."""
+    """Number of rows of `data` that the new target answers."""
     old_target: str = ""
-    """Folder or Hub id of the target that the drafter was trained for. Given, what the target has
-    changed by since is added to the drafter before the training: worth it where drafters begin as
-    copies of the target's layers (distilled, eagle3 and others with head.from_target_layer)."""
+    """Folder or Hub id of the target that the drafter was trained for. If given, the changes of the
+    target since then are added to the drafter before the training. Use it for drafters that begin
+    as copies of the target's layers (distilled, eagle3 and others with head.from_target_layer)."""
     lora_rank: Size = 0
-    """Rank of low-rank updates, which are then all that is trained; 0 trains all weights."""
+    """Rank of low-rank updates, which are then the only weights trained; 0: train all weights."""
     until: Literal["restored", "budget"] = "restored"
-    """restored: end once tau is back; budget: read the answers train.epochs times whatever tau
-    says."""
+    """restored: end once tau is restored; budget: read the answers train.epochs times, whatever tau
+    is."""
     restore: Fraction = 0.95
-    """Share of the old tau that counts as back. The old tau is what the drafter's own training
-    measured last."""
+    """Share of the old tau that counts as restored. The old tau is the last one that the drafter's
+    own training measured."""
     tau: NonNegativeFloat = 0.0
-    """The tau to reach, instead: for a drafter whose training is not at hand, or other prompts than
-    it was measured on."""
+    """Tau to reach instead, for a drafter whose training is not available or for prompts other than
+    those it was measured on; 0: follow `restore`."""
 
 
 @config("loop.sweep.<row>")
 @dataclass(frozen=True)
 class SweepRow:
-    """One drafter of a comparison, trained once per learning rate."""
+    """A drafter of a comparison, trained once per learning rate."""
 
     rates: NonEmpty[Rate]
-    """Learning rates; the training with the best tau on the validation prompts stands for the row.
-    """
+    """Learning rates; the training with the best tau on the validation prompts represents the
+    row."""
     head: str = ""
     """Head config (a name of conf/head/); empty: the row's name."""
     overrides: tuple[str, ...] = ()
-    """What this row sets besides, such as [head.num_layers=2]; values of the loop's own command
-    line win."""
+    """Further settings of this row, such as [head.num_layers=2]; settings on the loop's own command
+    line take precedence."""
 
     def __post_init__(self) -> None:
         require_settings("loop.sweep.<row>.overrides", self.overrides)
@@ -180,51 +179,51 @@ class SweepRow:
 @config("loop.budget")
 @dataclass(frozen=True)
 class BudgetConfig:
-    """What all rounds together may cost. The first round always begins; a later one if it fits,
-    judged by the most expensive one so far."""
+    """The limits on all rounds together. The first round always begins; a later one only if it
+    fits, judged by the most expensive one so far."""
 
     seconds: Seconds = 0.0
     """Seconds of all stages of the rounds; 0: no limit."""
     tokens: TokenTotal = 0
-    """Tokens trained on (padding does not count), trials of switches included; 0: no limit."""
+    """Tokens trained on, without padding but with the trials of switches; 0: no limit."""
     gpu_hours: NonNegativeFloat = 0.0
-    """Hours of all stages times the processes that each ran in; 0: no limit."""
+    """Hours of all stages, each times its number of processes; 0: no limit."""
 
 
 @config("loop.round")
 @dataclass(frozen=True)
 class RoundConfig:
-    """How a round goes."""
+    """The settings of a round."""
 
     prompts: Literal["share", "all"] = "share"
-    """share: every round answers a part of the prompts that no other round has. all: every round
-    answers all of them, with seeds of its own, which is of use above temperature 0 only."""
+    """share: every round answers a part of the prompts that no other round answers. all: every
+    round answers all of them with different seeds, which is useful only above temperature 0."""
     memory: Count = 1
-    """Rounds whose answers a training reads, its own and the ones before it; 0: all so far."""
+    """Number of rounds whose answers a training reads, the current one included; 0: all so far."""
     one_schedule: bool = True
-    """The learning rate goes once through its schedule over all rounds; false: once in every round.
-    """
+    """The learning rate goes through its schedule once over all rounds; false: once in every
+    round."""
     overrides: tuple[tuple[str, ...], ...] = ()
-    """What single rounds set besides, the first round's first; the last entry stands for all later
-    rounds. Such as [[], [sampling.temperature=0.7, train.max_steps=60]]: fresh samples of the same
-    prompts from the second round on."""
+    """Further settings of single rounds, one list per round; the last list applies to all later
+    rounds. For example, [[], [sampling.temperature=0.7, train.max_steps=60]] draws fresh samples of
+    the same prompts from the second round on."""
     judge: tuple[str, ...] = ()
     """Overrides of the measurement that judges a round, such as [bench.prompts_per_domain=32]. It
-    is on the prompts of train.prompts unless they say otherwise, so that the prompts of the final
+    uses the prompts of train.prompts unless they say otherwise, so that the prompts of the final
     measurement decide nothing."""
     patience: Count = 1
-    """End after so many rounds in a row without a rise of tau; 0: never for that reason."""
+    """End after this many rounds in a row without a rise of tau; 0: never for that reason."""
     trial_steps: NonNegativeInt = 0
-    """In the first round that learns from records every switch is tried alone: trainings of so many
-    steps from the same start, with it and without any. A switch whose trial has no higher tau is
-    off from then on. 0: no trials."""
+    """Steps of the trials of switches; 0: no trials. In the first round that learns from records,
+    every switch is tried alone: one training with it and one without any switch, from the same
+    start. A switch whose trial does not reach a higher tau stays off from then on."""
     open_loop: bool = False
-    """After the rounds train once more, without feedback and on the answers to all prompts, with as
-    many tokens as all rounds had, and compare: what the rounds are worth. The budget does not count
-    it."""
+    """After the rounds, train once more without feedback, on the answers to all prompts and with as
+    many tokens as all rounds together, and compare the result with the rounds. The budget does not
+    count this training."""
     checked_answers: NonNegativeInt = 16
-    """Answers of a round that are decoded plainly as well, to see what the drafter gains there and
-    that it changes nothing; 0: none."""
+    """Number of a round's answers that are decoded plainly as well, to measure the drafter's gain
+    and to check that it changes nothing; 0: none."""
 
     def __post_init__(self) -> None:
         for number, overrides in enumerate(self.overrides):
@@ -239,32 +238,32 @@ class RoundConfig:
 @config("loop")
 @dataclass(frozen=True)
 class LoopConfig:
-    """What one turn of the loop consists of."""
+    """The drafters, measurements and rounds of a loop."""
 
     recipes: tuple[str, ...] = ()
-    """Experiments (conf/experiment/) that train one drafter each; empty: the one drafter that the
-    other groups describe."""
+    """Experiments (conf/experiment/) that train one drafter each; empty: the drafter that the other
+    groups describe."""
     sweep: dict[str, SweepRow] = field(default_factory=dict)
     """Drafters to compare, by name: each is trained at several learning rates and measured once, at
     its best one."""
     only: tuple[str, ...] = ()
-    """Rows of `sweep` that are trained and measured; empty: all."""
+    """Rows of `sweep` to train and measure; empty: all."""
     measures: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Measurements besides the main one: folder name -> overrides, for instance
     {sampled: [decode.temperature=1]}."""
     store_features: bool = False
     """Write the target's features for all recipes once (`headstart features`), and train on them:
-    the target then runs once over the answers and not in every training."""
+    the target then runs over the answers once instead of in every training."""
     launch: str = ""
     """Command put before `headstart` for generate and train, for instance
     "torchrun --nproc-per-node 8 --no-python"; empty: this process."""
     rounds: Count = 0
-    """Rounds of generate, feedback, train and measure, each from the drafter of the one before it;
+    """Rounds of generate, feedback, train and measure, each from the drafter of the previous round;
     0: one turn without feedback."""
     round: RoundConfig = field(default_factory=RoundConfig)
-    """How a round goes."""
+    """The settings of a round."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """What the rounds may cost."""
+    """The limits on the rounds."""
 
     def __post_init__(self) -> None:
         for name in self.sweep:

@@ -31,40 +31,34 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @config("engine")
 @dataclass(frozen=True)
 class EngineConfig:
-    """Which engine trains, and in which precision."""
+    """The engine that trains, and its precision."""
 
     name: Literal["deepspeed", "torch"] = "deepspeed"
     """deepspeed, or torch (plain data parallelism: for debugging, and the reference in tests)."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """deepspeed: what is divided among processes. 0 nothing, 1 the optimiser's state, 2 also
+    """deepspeed: state to divide among the processes. 0 nothing, 1 the optimiser's state, 2 also
     gradients, 3 also weights."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward passes, a float32 target's included: bfloat16 (autocast) or float32. Weights
-    and the optimiser's state are float32 in both.
-    """
+    """Precision of the forward passes, including those of a float32 target: bfloat16 (autocast) or
+    float32. Weights and the optimiser's state are float32 in both."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of the drafter's layers and unrolled steps, and compute what is inside
-    again in the backward pass: less memory for about a third more time. Nothing else changes.
-    """
+    """Keep only the inputs of the drafter's layers and unrolled steps, and recompute the rest in
+    the backward pass: less memory for about a third more time. Nothing else changes."""
     compile: bool = False
-    """Compile the drafter's layers and unrolled steps with torch.compile. It takes from half a
-    minute (and a C++ compiler on a CPU) up to some minutes at the start. Not with zero_stage 3,
-    whose weights come and go inside of a layer.
-    """
+    """Compile the drafter's layers and unrolled steps with torch.compile. This takes from half a
+    minute up to some minutes at the start, and needs a C++ compiler on a CPU. Not with zero_stage
+    3, which loads and frees weights inside a layer."""
     target_sharding: Literal["none", "zero3"] = "none"
     """none: every process holds the whole frozen target. zero3: its layers are divided among the
-    processes, each put together only while it runs (train/target/sharding.py), for targets that do
-    not fit one device.
-    """
+    processes, and each layer is assembled only while it runs (train/target/sharding.py), for
+    targets that do not fit one device."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """deepspeed, zero_stage 1 to 3: `optimizer` keeps AdamW's state and update in CPU memory; `all`
-    (zero_stage 3) the weights too, while they are not in use.
-    """
+    (zero_stage 3) keeps the weights there too while they are not in use."""
     offload_path: str = ""
-    """With offload and zero_stage 3: a folder on a local NVMe disk that takes AdamW's state instead
-    of CPU memory. Needs libaio. Each process writes there; nothing in it outlives the training.
-    Empty: CPU memory.
-    """
+    """With offload and zero_stage 3: folder on a local NVMe disk for AdamW's state instead of CPU
+    memory. Needs libaio. Each process writes there, and its files do not outlive the training.
+    Empty: CPU memory."""
 
     def __post_init__(self) -> None:
         if self.offload != "none" and (self.name != "deepspeed" or self.zero_stage == 0):

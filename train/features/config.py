@@ -34,89 +34,88 @@ class FeaturesConfig:
     """How features reach the trainer, and how they are stored or served."""
 
     mode: Literal["online", "store", "remote", "group", "vllm", "responses"] = "online"
-    """online: the frozen target runs in the training process. store: they were written by
-    `headstart features`, or are being written. remote: feature servers compute them. group: some
-    processes of the same launch do. vllm: vLLM servers do, which leave them as files. responses:
-    servers did while they generated the responses, with which they were kept (sampling.states).
-    """
+    """online: the frozen target runs in the training process. store: `headstart features` has
+    written them or is writing them. remote: feature servers compute them. group: some processes of
+    the same launch compute them. vllm: vLLM servers compute them and leave them as files.
+    responses: servers computed them while they generated the responses, and they were stored with
+    these (sampling.states)."""
     source: Literal["target", "vllm", "responses"] = "target"
     """store, `headstart features`: what computes the features. target: the process that writes or
     serves them; vllm: the vLLM servers in features.servers; responses: the servers that generated
-    the responses. A training gives that of its store.
-    """
+    the responses. For a training, set the source of its store."""
     trainer_target: Literal["whole", "parts"] = "whole"
-    """All modes but online: what a trainer holds of the target. whole: all of it, so that
-    checkpoints are chosen by decoding with them. parts: embedding and LM head alone (and the
-    final norm for vllm and responses), layers only as a head asks for their weights; nothing is
-    decoded then (train.eval_every=0, train.parity=false).
-    """
+    """All modes but online: the part of the target that a trainer holds. whole: all of it, so that
+    checkpoints are chosen by decoding with them. parts: only embedding and LM head (and the final
+    norm for vllm and responses), and layers only if a head asks for their weights; nothing is
+    decoded then (train.eval_every=0, train.parity=false)."""
     path: str = ""
-    """store: the store's folder; empty: features/<format> next to the folder of the answers, or
-    features/<source>_<format> for another features.source than target."""
+    """store: folder of the store; empty: features/<format> next to the folder of the answers, or
+    features/<source>_<format> if features.source is not target."""
     format: str = "bf16"
-    """All modes but online: how states are stored or sent, for vllm and responses to the training
-    step: bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
+    """All modes but online: format in which states are stored or sent (for vllm and responses: sent
+    to the training step): bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
     top_logits: Size = 0
-    """Keep the target's so many largest logits in place of its last hidden state; 0: the last
-    hidden state, from which all logits follow exactly. For kinds that read it for nothing but the
-    target's distribution.
-    """
+    """Number of the target's largest logits to keep in place of its last hidden state; 0: keep the
+    last hidden state, from which all logits follow exactly. For kinds that read it only for the
+    target's distribution."""
     heads: tuple[str, ...] = ()
-    """`headstart features`: further heads (names of conf/head) that the store shall serve besides
+    """`headstart features`: further heads (names of conf/head) that the store serves besides
     `head`; with features.serve=true the heads of trainings that share a pass of the target."""
     shard_mib: Annotated[float, Ge(0.001), Le(1e6)] = 256.0
-    """store: about how many MiB one file has."""
+    """store: approximate size of one file in MiB."""
     quota_gib: NonNegativeFloat = 0.0
-    """store: most GiB that the whole store may take, checked before the first byte; 0: as much as
+    """store: maximum size of the whole store in GiB, checked before the first byte; 0: as much as
     the disk has room for."""
     verify: bool = False
     """`headstart features`: compare all checksums first, and write damaged shards again."""
     wait_seconds: Timeout = 300.0
-    """store: how long training waits for a row while the writers of the store make no progress."""
+    """store: seconds that training waits for a row while the writers of the store make no
+    progress."""
     ahead: Count = 2
-    """All modes but online: how many steps ahead features are fetched."""
+    """All modes but online: number of steps for which features are fetched ahead."""
     servers: tuple[str, ...] = ()
     """remote, vllm: addresses of the servers, as http://host:port or https://host:port; requests go
     to each in turn."""
     states: str = "/dev/shm/headstart-states"
-    """vllm: the folder in which the servers leave states, as this machine sees it. Files are
-    deleted once they are read."""
+    """vllm: folder in which the servers leave states, as this machine sees it. Files are deleted
+    after they are read."""
     layers: tuple[NonNegativeInt, ...] = ()
-    """vllm: the layers whose states the servers leave, ascending, the target's last one among them;
+    """vllm: layers whose states the servers leave, ascending, including the target's last one;
     empty: those that the heads read and the last one."""
     concurrency: Count = 16
-    """vllm: how many documents a process asks each server for at once; so many files lie in
-    features.states at most."""
+    """vllm: number of documents that a process requests from each server at once; features.states
+    holds at most as many files."""
     ssl_cafile: str = ""
-    """remote, vllm: PEM file of the authorities that https servers are checked by; empty: the
-    system's."""
+    """remote, vllm: PEM file of the authorities that verify https servers; empty: the system's."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
-    """remote, vllm: environment variable with the token that servers ask for."""
+    """remote, vllm: environment variable with the token that servers require."""
     timeout_seconds: Timeout = 60.0
-    """remote, vllm, group: longest wait for one answer."""
+    """remote, vllm, group: seconds to wait for one answer."""
     retries: Count = 5
-    """remote, vllm: how often a request is tried again, each time with the next server and after a
+    """remote, vllm: how often a request is retried, each time with the next server and after a
     longer pause."""
     serve: bool = False
     """`headstart features`: serve features instead of writing a store."""
     host: str = "127.0.0.1"
-    """serve: the address that is listened on. Any other than this machine's own needs a token."""
+    """serve: address to listen on. Any address but loopback needs a token."""
     port: Port = 8765
-    """serve: the port; 0: any free one, which is printed."""
+    """serve: port to listen on; 0: any free one, which is printed."""
     shared_gib: NonNegativeFloat = 2.0
-    """serve: most GiB of answers that are kept for other trainings that ask for the same rows; 0:
-    none."""
+    """serve: maximum GiB of answers that are kept for other trainings that request the same rows;
+    0: none."""
     ssl_certfile: str = ""
-    """serve: PEM file of a certificate, with its chain: the server speaks https; empty: http."""
+    """serve: PEM file of a certificate with its chain; the server then speaks https. Empty:
+    http."""
     ssl_keyfile: str = ""
-    """serve: PEM file of the certificate's private key, unencrypted; empty: it is in
-    features.ssl_certfile."""
+    """serve: PEM file of the certificate's private key, unencrypted; empty: features.ssl_certfile
+    contains it."""
     targets: Rows = 1
-    """group: how many processes of the launch, the last ones, run the target for the others."""
+    """group: number of processes of the launch, the last ones, that run the target for the
+    others."""
     transport: Literal["auto", "device", "host"] = "auto"
-    """group: how answers travel. device: from the target's device to the trainer's (NCCL between
-    GPUs). host: through the memory of both hosts (gloo). auto: device where every process has a GPU
-    of its own."""
+    """group: path of the answers. device: from the target's device to the trainer's (NCCL between
+    GPUs). host: through the memory of both hosts (gloo). auto: device if every process has a
+    separate GPU."""
 
     def __post_init__(self) -> None:
         check_format(self.format)

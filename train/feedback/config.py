@@ -15,65 +15,67 @@ from heads.api.errors import UserError
 @config("feedback")
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """What training learns from where drafts failed. The numbers below a switch count only when it
-    is on."""
+    """How training uses the places where drafts failed. The numbers below a switch count only when
+    it is on."""
 
     records: tuple[str, ...] = ()
-    """`headstart feedback`: folders of records, one for each folder of answers and in that order;
-    empty: <answers>/records."""
+    """`headstart feedback`: folders of records, one for each folder of answers and in the same
+    order; empty: <answers>/records."""
     answers: tuple[str, ...] = ()
-    """`headstart feedback`: folders of answers that the records are of; empty: <run>/generate. Not
-    read with `sequences`."""
+    """`headstart feedback`: folders of the answers that the records belong to; empty:
+    <run>/generate. Not read with `sequences`."""
     sequences: bool = False
-    """Take the documents from the records themselves, such as a server's, not from answers."""
+    """Take the documents from the records, such as a server's, instead of from answers."""
     token_weights: bool = False
-    """More loss on tokens that the drafter missed, by how unlikely it held them and by what an
-    error at that depth costs."""
+    """Weight the loss more on tokens that the drafter missed, by how unlikely it considered them
+    and by the cost of an error at that depth."""
     error_weight: Weight = 4.0
-    """How much heavier than an accepted token an error at depth 1 is whose right token the drafter
-    held impossible."""
+    """Extra weight, beyond the 1 of an accepted token, of an error at depth 1 whose right token the
+    drafter considered impossible."""
     anchor_weights: bool = False
-    """More loss on drafts from roots whose drafts failed: block drafters draw anchors by it."""
+    """Weight the loss more on drafts from roots whose drafts failed; block drafters draw anchors by
+    these weights."""
     root_weight: Weight = 2.0
-    """How much heavier than other roots one is whose draft failed at once."""
+    """Extra weight, beyond the 1 of other roots, of a root whose draft failed at depth 1."""
     replay: bool = False
-    """Train on first errors and what is near them alone: documents end behind their last error,
-    those without any are left out."""
+    """Train only on first errors and the tokens near them: documents end after their last error,
+    and those without errors are left out."""
     replay_before: Size = 2
-    """Tokens before an error that stay supervised."""
+    """Tokens before an error that stay supervised (replay)."""
     replay_after: Size = 2
-    """Tokens behind it that stay supervised."""
+    """Tokens after an error that stay supervised (replay)."""
     domain_weights: bool = False
-    """Weigh whole domains by the verify passes that are lost in them on the user's traffic."""
+    """Weight whole domains by the verify passes that are lost in them on the user's traffic."""
     domain_power: Annotated[float, Ge(0), Le(10)] = 1.0
-    """Exponent of that weight: 0 changes nothing, 1 is in proportion to what is lost."""
+    """Exponent of the domain weights: 0 changes nothing, 1 is proportional to the lost passes."""
     traffic: Mapping[str, Weight] = field(default_factory=dict)
-    """Share of the traffic's tokens per domain, in any unit; domains that are not named have none.
-    Empty: as in the answers."""
+    """Share of the traffic's tokens per domain, in any unit; domains that are not named have share
+    0. Empty: the shares in the answers."""
     hard_prompts: UnitInterval = 0.0
     """Share of the prompts, those with the most verify passes per token, that are written to
     hard_prompts.jsonl."""
 
     branches: Count = 0
-    """Branches per answer: the target answers on from a token that it refused, though it held it
-    likely (0: none). In rounds it does so at once; `headstart feedback` writes them to
+    """Branches per answer (0: none): the target continues from a token that it refused although it
+    considered it likely. In rounds it does so at once; `headstart feedback` writes the branches to
     branches.jsonl for the next generation."""
     branch_likely: Fraction = 0.05
-    """The least probability that the target must have given to the refused token."""
+    """Smallest probability that the target must have given to the refused token."""
     branch_within: Tokens = 32
-    """Only errors within so many tokens of an answer's begin are branched from: what stands before
-    is not learned again."""
+    """Branch only from errors within this many tokens of an answer's beginning: the text before a
+    branch is not trained on again."""
 
     variations: Count = 0
-    """Prompts that the target writes itself, per prompt that there is (0: none): they begin as the
-    ones begin whose answers cost the most verify passes per token. In rounds they are answered at
+    """Number of prompts that the target writes per existing prompt (0: none): they begin like the
+    prompts whose answers cost the most verify passes per token. In rounds they are answered at
     once; `headstart feedback` writes them to variations.jsonl."""
     variation_begin: Tokens = 6
-    """At most so many tokens of the user's text are taken over; how many is drawn for each."""
+    """Maximum number of tokens that are taken over from the user's text; the number is drawn for
+    each one."""
     variation_tokens: Tokens = 256
-    """Texts that do not end within so many tokens are left out."""
+    """Leave out texts that do not end within this many tokens."""
     variation_temperature: Warmth = 0.8
-    """Temperature at which the target writes them."""
+    """Temperature at which the target writes the prompts."""
 
     def __post_init__(self) -> None:
         if self.traffic and not sum(self.traffic.values()):

@@ -20,33 +20,33 @@ from train.generate.turns import Backend
 @config("generate")
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Where answers come from and how they are written."""
+    """The source of the answers, and how they are written."""
 
     answers: Literal["sample", "dataset"] = "sample"
     """sample: the target answers. dataset: keep the dataset's own assistant turns (or spans) and
     only tokenise them."""
     drafter: str | None = None
-    """Folder of a drafter checkpoint for this target that speeds decoding up; None decodes plainly.
+    """Checkpoint folder of a drafter for this target, to speed decoding up; None: plain decoding.
     The answers are the same."""
     shard_rows: PositiveInt = 4096
-    """Most answers in one shard of the final output."""
+    """Maximum number of answers in one shard of the final output."""
     window_rows: PositiveInt = 8192
     """Rows that are rendered, ordered by length and answered together, per process; memory grows
     with it."""
     flush_rows: PositiveInt = 256
-    """Finished answers that are written together; a kill loses at most these, and they are
-    generated again."""
+    """Finished answers that are written together; if the process is killed, at most these are lost,
+    and they are generated again."""
     flush_seconds: Seconds = 30.0
     """Longest time, in seconds, that a finished answer waits to be written (checked as answers
     finish)."""
     overwrite: bool = False
-    """Replace what a different configuration left in the output folder, instead of refusing. The
-    same one is still continued."""
+    """Replace the output of a different configuration in the folder instead of refusing. Output of
+    the same configuration is still continued."""
     round: NonNegativeInt = 0
-    """How often rejected drafts have been fed back before these answers: a note in the manifest."""
+    """How often rejected drafts were fed back before these answers; only noted in the manifest."""
     records: RecordsConfig = field(default_factory=RecordsConfig)
-    """Write down in <out>/records/ what the drafter drafts and where it fails. Recording ends when
-    its files reach the limit."""
+    """Write to <out>/records/ what the drafter drafts and where it fails. Recording ends when its
+    files reach the limit."""
 
 
 @dataclass(frozen=True)

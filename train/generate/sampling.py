@@ -15,7 +15,7 @@ from inference.decoding.config import DecodeConfig
 @config("sampling")
 @dataclass(frozen=True)
 class SamplingConfig(DecodeConfig):
-    """A decode configuration for answers, and who decodes."""
+    """A decode configuration for answers, and the backend that decodes."""
 
     backend: Literal["own", "server", "vllm"] = "own"
     """own: the bundled decoder; server: the servers in `server`; vllm: vLLM in this process (it
@@ -24,34 +24,34 @@ class SamplingConfig(DecodeConfig):
     """Address of a server (http://host:8000), or a list of several that share the work. Setting it
     chooses backend server."""
     protocol: Literal["auto", "openai", "sglang"] = "auto"
-    """openai (vLLM: /v1/completions with token ids), sglang (/generate), or auto: whichever the
+    """openai (vLLM: /v1/completions with token ids), sglang (/generate), or auto: the one that the
     server answers to."""
     served_model: str = ""
     """The model's name at the server; empty: the only one it serves."""
     key_variable: str = "HEADSTART_SERVER_KEY"
-    """Environment variable with the server's key, if it wants one. The key itself is never written
+    """Environment variable with the server's key, if it needs one. The key itself is never written
     or logged."""
     concurrency: Rows = 64
-    """Requests under way at once, per server and process."""
+    """Concurrent requests per server and process."""
     retries: NonNegativeInt = 8
-    """How often a request is tried again after an error that may pass (429, 5xx, a broken
-    connection, no answer in time)."""
+    """How often a request is retried after a temporary error (429, 5xx, a broken connection, no
+    answer in time)."""
     backoff: Seconds = 1.0
-    """Seconds before the first of these attempts; doubled each time, up to 60. A server's
-    Retry-After goes first."""
+    """Seconds before the first retry; doubled each time, up to 60. A server's Retry-After takes
+    precedence."""
     timeout: Timeout = 600.0
-    """Seconds without an answer after which a request is tried again."""
+    """Seconds without an answer after which a request is retried."""
     patience: Seconds = 3600.0
-    """Seconds without an answer from any server after which generation gives up, though servers say
-    that they are only busy."""
+    """Seconds without an answer from any server after which generation gives up, even if servers
+    only report that they are busy."""
     states: str = ""
-    """Backend server, vLLM with extract_hidden_states: the folder in which the servers leave hidden
+    """Backend server, vLLM with extract_hidden_states: folder in which the servers leave hidden
     states, as this machine sees it. They are kept with the responses, so that a training reads them
     without a second pass (features=responses). Empty: none are kept."""
     state_layers: tuple[NonNegativeInt, ...] = ()
-    """The layers whose states these servers leave, ascending, the target's last one among them."""
+    """Layers whose states these servers leave, ascending, including the target's last one."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Backend vllm: more arguments of `vllm.LLM`, such as {tensor_parallel_size: 8}."""
+    """Backend vllm: further arguments of `vllm.LLM`, such as {tensor_parallel_size: 8}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,19 +24,18 @@ class JointConfig:
     alpha: PositiveWeight = 32.0
     """The updates are multiplied by alpha / rank (> 0)."""
     modules: tuple[str, ...] = ()
-    """Last parts of the names of the linear layers to update, as q_proj; empty: all of the decoder
-    layers'."""
+    """Last parts of the names of the linear layers to update, such as q_proj; empty: all of the
+    decoder layers'."""
     heads_weight: PositiveWeight = 0.2
     """Weight of the drafter's loss in the target's gradient, relative to a weight of 1 for staying
     close to the original (lambda_0 of Medusa-2; above 0). The drafter's own gradient does not
     depend on it."""
     heads_first: Annotated[float, Ge(0), Lt(1)] = 0.3
-    """Share of the steps, at the start, in which only the drafter is trained (0 to below 1)."""
+    """Share of the steps, at the start, that train only the drafter (0 to below 1)."""
     ramp: UnitInterval = 0.2
     """Share of the steps, after those, in which heads_weight rises from 0 to its value (0 to 1)."""
     rate_ratio: Annotated[float, Ge(0.001), Le(1000)] = 4.0
-    """The drafter's learning rate (optim.lr) is this many times that of the target's updates (>
-    0)."""
+    """Ratio of the drafter's learning rate (optim.lr) to that of the target's updates (> 0)."""
 
     @property
     def on(self) -> bool:

@@ -33,60 +33,61 @@ class LearnConfig:
     drafter: str = ""
     """For an engine that loads exports, in place of learn.server: the checkpoint whose export the
     engine serves, or its name in this run. Candidates are compared on held-out traffic and exported
-    as export.engine says. The traffic is what `headstart serve` with serve.engine samples."""
+    by export.engine. The traffic is sampled by `headstart serve` with serve.engine."""
     folder: str = ""
-    """Folder of the journal, the sampled traffic and the candidates; empty: the one into which the
-    server samples answers."""
+    """Folder of the journal, the sampled traffic and the candidates; empty: the folder that the
+    server writes samples to."""
     key_variable: str = "HEADSTART_SERVE_TOKEN"
-    """Environment variable with the server's token, if it wants one."""
+    """Environment variable with the server's token, if it needs one."""
     timeout: Timeout = 120.0
-    """Seconds after which a request to the server has failed; it loads candidates meanwhile."""
+    """Seconds after which a request to the server counts as failed; the server may load a candidate
+    in this time."""
     verify: bool = True
-    """Check the certificate of a server that speaks https."""
+    """Verify the certificate of an https server."""
     least_tokens: Annotated[int, Ge(1), Le(1_000_000_000)] = 20_000
-    """A cycle begins once so many tokens of answers have been sampled."""
+    """A cycle begins once this many tokens of answers have been sampled."""
     most_tokens: Annotated[int, Ge(1), Le(1_000_000_000)] = 200_000
-    """Most tokens of answers that a cycle learns from; the newest ones are taken."""
+    """Maximum tokens of answers that a cycle learns from; it takes the newest ones."""
     all_tokens: TokenTotal = 0
-    """Tokens of answers that all cycles together may learn from; 0: no limit."""
+    """Maximum tokens of answers that all cycles together learn from; 0: no limit."""
     client_share: Fraction = 0.25
-    """Largest share of a cycle's tokens, and of a comparison's answers, that comes from one client,
-    or the n-th part where there are n clients and that is more. Clients are told apart as the
-    server's fairness does. 1: no limit, for a server with one user."""
+    """Largest share of one client in a cycle's tokens and in a comparison's answers, but at least
+    1/n with n clients. Clients are told apart as in the server's fairness. 1: no limit, for a
+    server with one user."""
     held_out: Annotated[float, Gt(0), Le(0.5)] = 0.2
     """Share of the prompts that is held out of the training: one half chooses the checkpoint, the
-    other one measures the candidate."""
+    other half measures the candidate."""
     held_out_prompts: PositiveInt = 64
-    """Most prompts in each half."""
+    """Maximum number of prompts in each half."""
     least_gain: Annotated[float, Ge(0), Lt(10)] = 0.0
-    """What a candidate's tau on held-out traffic must exceed the served drafter's by to be
-    compared within the server."""
+    """Amount by which a candidate's tau on held-out traffic must exceed the served drafter's before
+    the server compares both."""
     trial_share: OpenFraction = 0.5
-    """Share of the server's rows that draft with the candidate while both are compared."""
+    """Share of the server's rows that draft with the candidate during a comparison."""
     error_rate: OpenFraction = 0.01
-    """Chance of ever taking a candidate that is not better, per candidate and for any number of
-    looks."""
+    """Probability of ever accepting a candidate that is not better, per candidate and for any
+    number of looks."""
     most_pairs: PositiveInt = 2000
-    """Answers of each drafter after which a comparison that has shown nothing ends; the candidate
-    is rejected."""
+    """Answers per drafter after which a comparison without a result ends; the candidate is then
+    rejected."""
     look_seconds: Timeout = 5.0
     """Seconds between two looks at the traffic or at a comparison."""
     pause_seconds: Timeout = 60.0
-    """Seconds until the learner tries again after a full disk or a server that does not answer."""
+    """Seconds until the learner tries again if the disk is full or the server does not answer."""
     free_megabytes: NonNegativeFloat = 512.0
-    """The learner pauses while its disk has less free than this."""
+    """The learner pauses while its disk has less free space than this, in megabytes."""
     nice: Niceness = 15
-    """Priority of the learner's processes: 0 as others, 19 lowest."""
+    """Niceness of the learner's processes: 0 as others, 19 lowest priority."""
     device: str = ""
-    """Where candidates are trained and measured, such as cuda:1; empty: target.device."""
+    """Device on which candidates are trained and measured, such as cuda:1; empty: target.device."""
     keep: PositiveInt = 2
-    """Drafters that were taken and stay on disk."""
+    """Number of accepted drafters that stay on disk."""
     with_parent: bool = False
-    """End when the process that started the learner has ended, as `headstart serve` does it."""
+    """End when the process that started the learner has ended; `headstart serve` sets this."""
     cycles: Count = 0
-    """End after so many cycles; 0: never."""
+    """End after this many cycles; 0: never."""
     seed: Seed = 0
-    """Of which prompts are held out."""
+    """Seed of the choice of held-out prompts."""
 
     def __post_init__(self) -> None:
         if self.server and self.drafter:

@@ -147,30 +147,30 @@ class Plan(TypedDict):
 @config("plan")
 @dataclass(frozen=True)
 class PlanConfig:
-    """On what a planned training shall run, and what its time is worked out from."""
+    """The hardware of a planned training, and the basis of its time estimate."""
 
     gpu: str = ""
-    """A GPU by name (h100, h200, a100, b200, l40s, ...); empty: time as measured, by `measured` or
-    by a few steps here."""
+    """Name of a GPU (h100, h200, a100, b200, l40s, ...); empty: time as measured, from `measured`
+    or from a few steps on this machine."""
     count: Annotated[int, Ge(1), Le(1_000_000)] = 1
     """Processes, one per GPU."""
     per_machine: Annotated[int, Ge(1), Le(1_000_000)] = 8
     """GPUs of one machine."""
     network_gbytes: Annotated[float, Ge(0.001), Le(1e6)] = 50.0
-    """GB/s that one GPU sends to other machines (400 Gbit/s are 50)."""
+    """Bandwidth of one GPU to other machines in GB/s (400 Gbit/s are 50)."""
     mfu: Annotated[float, Ge(0.001), Le(1)] = ASSUMED_MFU
     """Share of the GPU's peak that training reaches (0 to 1); the default is an assumption, see
     docs/scale.md."""
     tokens: TokenTotal = 0
-    """Tokens of the answers, once through; 0: those of the run's packed answers, and before there
-    are any an upper bound from `data` and `sampling`."""
+    """Tokens of the answers in one pass; 0: those of the run's packed answers, or if there are none
+    an upper bound from `data` and `sampling`."""
     supervised: Fraction = 0.7
-    """Share of the tokens that are supervised, where no packed answers say so (0 to 1)."""
+    """Share of the tokens that are supervised if no packed answers give it (0 to 1)."""
     measured: str = ""
-    """summary.json of a run (or its folder) with the same target and head on the hardware that is
-    planned for."""
+    """summary.json of a run (or its folder) with the same target and head on the planned
+    hardware."""
     steps: Repeats = 3
-    """Real steps that are taken here and now where neither `gpu` nor `measured` is given."""
+    """Number of real steps to run on this machine if neither `gpu` nor `measured` is given."""
 
     def __post_init__(self) -> None:
         if self.gpu:

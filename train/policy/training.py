@@ -28,24 +28,24 @@ from train.optim import OptimConfig
 
 @dataclass(frozen=True)
 class RefreshSettings:
-    """How a drafter is trained between rollouts."""
+    """The training of a drafter between rollouts."""
 
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(kind="muon", lr=1e-3))
-    """The optimiser, whose state goes on from refresh to refresh; the rate is constant."""
+    """Optimiser, whose state continues from refresh to refresh; the rate is constant."""
     rows: int = 8
-    """Packed rows of a step (at least 1); fewer where the rollouts fill fewer."""
+    """Packed rows of a step (at least 1); fewer if the rollouts fill fewer."""
     micro_rows: int = 8
     """Rows of a forward pass (at least 1)."""
     length: int = 0
-    """Tokens of a packed row, longer answers are cut; 0: those of the longest answer."""
+    """Tokens of a packed row; longer answers are cut. 0: as long as the longest answer."""
     rollouts: int = 1
-    """How many of the last rollouts are trained on (at least 1)."""
+    """Number of last rollouts that are trained on (at least 1)."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward passes; auto: float32 on a CPU, bfloat16 elsewhere."""
+    """Precision of the forward passes; auto: float32 on a CPU, bfloat16 elsewhere."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
-    """Which share of the rows the drafter rewrites (train/on_policy.py); by default none."""
+    """Share of the rows that the drafter rewrites (train/on_policy.py); default: none."""
     seed: int = 0
-    """Of the order of rows and of what losses draw."""
+    """Seed of the order of rows and of the losses' random draws."""
 
     def __post_init__(self) -> None:
         least = {"rows": 1, "micro_rows": 1, "length": 0, "rollouts": 1}

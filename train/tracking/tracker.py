@@ -66,7 +66,7 @@ class LogLine(TypedDict, total=False):
 @config("train.tracker")
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Where figures go besides log.jsonl, which is always written."""
+    """Trackers of the training's figures besides log.jsonl, which is always written."""
 
     wandb: Literal["disabled", "offline", "online"] = "offline"
     """Weights & Biases: disabled, offline (files below <out>/wandb, for `wandb sync`) or online
@@ -76,21 +76,21 @@ class TrackerConfig:
     trackio: bool = False
     """Also log to Trackio: `trackio show` (extra `trackio`). TRACKIO_SPACE_ID logs to a Space."""
     mlflow: bool = False
-    """Also log to MLflow, at MLFLOW_TRACKING_URI or in its own default (extra `mlflow`)."""
+    """Also log to MLflow, at MLFLOW_TRACKING_URI or MLflow's default (extra `mlflow`)."""
     project: str = "headstart"
-    """Project; MLflow's experiment."""
+    """Project in the tracker; in MLflow, the experiment."""
     name: str = ""
-    """Name of the run there; empty: <run.name>/<drafter>."""
+    """Name of the run in the tracker; empty: <run.name>/<drafter>."""
     group: str = ""
-    """Runs that belong together; empty: run.name."""
+    """Group of runs that belong together; empty: run.name."""
     job_type: str = "train"
-    """What the run does, for filters."""
+    """Type of the run, for filters."""
     tags: tuple[str, ...] = ()
-    """Tags of the run there."""
+    """Tags of the run in the tracker."""
     transcripts: Count = 4
-    """Answers of the best measurement of tau that are shown there as a table; 0: none."""
+    """Answers of the best measurement of tau that the tracker shows as a table; 0: none."""
     artifact: bool = False
-    """Also store the best checkpoint there when the training is complete."""
+    """Also store the best checkpoint in the tracker when the training is complete."""
 
     @property
     def on(self) -> bool:

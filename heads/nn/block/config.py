@@ -31,47 +31,50 @@ class Config(SizeConfig):
     """Configuration of a block drafter. Sizes of 0 are taken from the target."""
 
     block_size: DepthFromTwo = 8
-    """Slots b of a block, the root's included (>= 2)."""
+    """Number of slots b of a block, including the root's (>= 2)."""
     sample_from_anchor: bool = False
-    """Draft from the root's slot on: slot i gives the token at depth i + 1, b in all (DSpark);
-    otherwise slot i gives the token at its own position, b - 1 in all (DFlash)."""
+    """Draft from the root's slot on: slot i gives the token at depth i + 1, b tokens in all
+    (DSpark); otherwise slot i gives the token at its own position, b - 1 tokens in all (DFlash)."""
     in_block: Literal["bidirectional", "causal"] = "bidirectional"
-    """What slots see of their block: all of it, or (causal; JetSpec) no later ones."""
+    """Slots that a slot attends to within its block: all of them, or (causal; JetSpec) no later
+    ones."""
     num_layers: Layers = 0
-    """Draft layers; 0: half of the target's and one, 3 to 5."""
+    """Draft layers; 0: half of the target's plus one, at least 3 and at most 5."""
     taps: tuple[Layers, ...] = ()
-    """The target's layers that are read, ascending; empty: up to five, spread from 2 to n-2."""
+    """Layers of the target to read, ascending; empty: up to five, spread from 2 to n-2."""
     layer_fusion: bool = False
-    """An own mixture of the taps, separately projected, for every draft layer (DFlare)."""
+    """Give every draft layer a separate mixture of the taps and a separate projection of it
+    (DFlare)."""
     start_from: Literal["auto", "target", "random"] = "auto"
-    """Where the layers begin: target (from layers of it, refused where they do not fit), random, or
-    auto (from the target where its layers are Llama-like and of the same sizes)."""
+    """Initial weights of the layers: target (those of its layers; an error if they do not fit),
+    random, or auto (the target's if its layers are Llama-like and of the same sizes)."""
     from_target_layers: tuple[Layers, ...] = ()
-    """The target's layers (0-based) that the draft layers start from, one each (but the carrying
-    one); empty: evenly from the first to the last."""
+    """Layers of the target (0-based) that the draft layers start from, one for each draft layer
+    except that of `carry_root`; empty: evenly spread from the first to the last."""
     carry_root: bool = True
     """Begin with a layer (one of `num_layers`) that carries the root's embedding to all slots."""
     mask_token_id: OptionalToken = -1
-    """Token whose frozen embedding fills the slots behind the root; -1: a learned vector."""
+    """Token whose frozen embedding fills the slots after the root; -1: a learned vector."""
     dependency: str = "none"
-    """What slots know of the tokens drafted before them: none, markov, gated, rnn (DSpark), gru
+    """How slots depend on the tokens drafted before them: none, markov, gated, rnn (DSpark), gru
     (Domino), selector (DFlash 2), parent (TreeFlash), lilicorr (LiLiCorr)."""
     dependency_rank: Size = 256
-    """Rank of its tables, size of its recurrent state, width of its MLP, length of its vectors."""
+    """Size of the dependency: the rank of its tables, or the size of its recurrent state, its MLP
+    or its vectors."""
     selector_top_k: Size = 16
-    """Candidates per slot that selector and lilicorr order."""
+    """Candidates per slot that selector and lilicorr rank."""
     correlator: CorrelatorConfig = field(default_factory=CorrelatorConfig)
     """The transformer over the candidates (lilicorr)."""
     convolution: bool = False
-    """Two-tap convolution over the slots, in and out of every attention and MLP (DFlash 2)."""
+    """Two-tap convolution over the slots, before and after every attention and MLP (DFlash 2)."""
     conv_group_size: Size = 16
-    """Channels that share a dynamic kernel; divides the hidden size."""
+    """Channels that share a dynamic kernel; must divide the hidden size."""
     confidence: bool = False
-    """Estimate for every draft whether it will be accepted (DSpark)."""
+    """Estimate for every draft the probability that it is accepted (DSpark)."""
     confidence_weight: Weight = 1.0
-    """Weight of that estimate's loss."""
+    """Weight of the loss of the confidence estimate."""
     num_anchors: Rows = 128
-    """Blocks drawn per training row, among all positions where a response goes on."""
+    """Blocks per training row, drawn among all positions where a response continues."""
     ce: Weight = 1.0
     """Weight of the cross entropy against the answer's tokens."""
     kl: Weight = 0.0
@@ -81,19 +84,19 @@ class Config(SizeConfig):
     lk: Weight = 0.0
     """Weight of -log(acceptance rate), the LK loss."""
     annealed_lk: Weight = 0.0
-    """Weight of the LK loss that goes from KL to total variation as acceptance rises."""
+    """Weight of the LK loss that changes from KL to total variation as acceptance rises."""
     base_share_start: UnitInterval = 0.0
-    """Share of the loss on the logits before the dependency, when training begins (0 to 1)."""
+    """Share of the loss on the logits before the dependency, at the start of training (0 to 1)."""
     base_share_end: UnitInterval = 0.0
-    """The same at its end; linear in between."""
+    """The same share at the end of training; linear in between."""
     depth_weights: str = "exponential"
-    """How depths weigh: exponential (exp(-(k-1) / gamma)), uniform, or d_pace (by what they add to
-    the accepted length)."""
+    """Weights of the depths in the loss: exponential (exp(-(k-1) / gamma)), uniform, or d_pace (by
+    their contribution to the accepted length)."""
     gamma: Weight = 0.0
-    """Of the exponential weights, in depths; 0: (block_size + 5) / 3."""
+    """exponential: gamma of the weights, in depths; 0: (block_size + 5) / 3."""
     d_pace_smoothing: UnitInterval = 0.5
-    """Of d_pace: how far the drafter's probabilities are moved towards 1 (0 to 1; at 1 depths weigh
-    by what lies behind them alone)."""
+    """d_pace: how far the drafter's probabilities are moved towards 1 (0 to 1). At 1, a depth's
+    weight depends only on the number of depths after it."""
 
     def __post_init__(self) -> None:
         self.objective()

@@ -50,20 +50,20 @@ class CorrelatorConfig:
     """Sizes of the correlator, which are part of the checkpoint."""
 
     size: Size = 0
-    """Its width E; 0: the target's hidden size."""
+    """Width E; 0: the target's hidden size."""
     layers: Size = 2
     """Attention layers over the candidates."""
     heads: Size = 4
-    """Attention heads; divide `size`."""
+    """Attention heads; must divide `size`."""
     mlp_ratio: Annotated[float, Ge(0.01), Le(64)] = 2.0
     """Width of an MLP, in multiples of `size`."""
     scale: Annotated[float, Gt(0), Le(1e4)] = 10.0
-    """Largest score: how sharply candidates can be told apart."""
+    """Largest score, which limits how sharply candidates are told apart."""
     eps: Epsilon = 1e-6
-    """Smallest length that a vector is divided by."""
+    """Smallest length by which a vector is divided."""
     distractor: Weight = 1.0
-    """Weight of the penalty for probability on candidates that the target holds less likely than
-    the right token."""
+    """Weight of the penalty for probability on candidates that the target considers less likely
+    than the right token."""
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.heads < 1:

@@ -51,7 +51,7 @@ class SizeConfig:
 @config("head")
 @dataclass(frozen=True)
 class LayerConfig(SizeConfig):
-    """A layer that may start as a copy."""
+    """A layer that can start as a copy."""
 
     from_target_layer: OptionalLayer = -1
     """Start from this target layer (0-based; Llama-like, of the same sizes); -1: random."""

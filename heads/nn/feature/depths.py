@@ -23,14 +23,14 @@ from heads.nn.feature.chain import ChainDrafter
 @config("head")
 @dataclass(frozen=True)
 class DepthConfig:
-    """Which depths are trained, and how they are weighed."""
+    """The trained depths and their weights."""
 
     depths: Depth = 4
-    """Depths that are trained (>= 1)."""
+    """Number of trained depths (>= 1)."""
     beta: Fraction = 1.0
-    """Depth k weighs beta^(k-1), normalised to sum to one (0 < beta <= 1)."""
+    """Depth k has the weight beta^(k-1), normalised to a sum of one (0 < beta <= 1)."""
     soft_labels: bool = True
-    """Train on the target's distribution instead of the token it said."""
+    """Train on the target's distribution instead of the token that it sampled."""
 
 
 class DepthDrafter(ChainDrafter):

@@ -34,29 +34,30 @@ from heads.nn.matrices import set_matrix
 @config("head")
 @dataclass(frozen=True)
 class TapConfig(base.SizeConfig):
-    """What of the target a drafter reads and drafts. Sizes of 0 are taken from the target."""
+    """The taps and tokens of a drafter. Sizes of 0 are taken from the target."""
 
     taps: tuple[Layers, ...] = ()
-    """Layers of the target that are read, ascending; empty: 2, n//2 and n-3."""
+    """Layers of the target to read, ascending; empty: 2, n//2 and n-3."""
     tap_norm: bool = True
-    """RMSNorm each tap before they are fused (EAGLE-3.1)."""
+    """Apply RMSNorm to each tap before fusion (EAGLE-3.1)."""
     norm_before_fc: bool = False
-    """RMSNorm all taps as one vector before fusion, not each (excludes `tap_norm`)."""
+    """Apply RMSNorm to all taps as one vector before fusion, not to each (excludes `tap_norm`)."""
     norm_before_residual: bool = False
-    """Let the layer's residual stream begin with the normalised feature (vLLM alone runs that)."""
+    """Start the layer's residual stream with the normalised feature (only vLLM supports this)."""
     qk_norm: bool = False
-    """RMSNorm on every query and key head, as in Qwen3."""
+    """Apply RMSNorm to every query and key head, as in Qwen3."""
     draft_vocab_size: Size = 0
-    """Tokens that can be drafted, the training data's most frequent; 0: all."""
+    """Size of the draft vocabulary, the most frequent tokens of the training data; 0: all
+    tokens."""
     train_lm_head: bool = False
-    """Train the LM head, which starts as the target's; off: it stays the target's."""
+    """Train the LM head, which starts as the target's. Off: use the target's."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss taken against the sampled token, not the target's distribution."""
+    """Share of the loss that is taken on the sampled token instead of the target's distribution."""
     shortlist: Size = 0
-    """Tokens whose logits are exact at a step, chosen by cheap scores of the whole draft vocabulary
-    (SpecVocab); 0: all."""
+    """Number of tokens whose logits are exact at a step, chosen by cheap scores of the whole draft
+    vocabulary (SpecVocab); 0: all."""
     shortlist_rank: Size = 0
-    """Rank of these scores, at most the hidden size; 0: an eighth of that."""
+    """Rank of the scores of `shortlist`, at most the hidden size; 0: an eighth of that."""
 
     def __post_init__(self) -> None:
         if self.shortlist == 1:

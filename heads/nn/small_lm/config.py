@@ -28,41 +28,43 @@ class NetworkConfig:
     """The network of a small language model. Sizes of 0 follow the target."""
 
     num_layers: Depth = 2
-    """Decoder layers; ignored when `from_target_layers` is given."""
+    """Decoder layers; ignored if `from_target_layers` is given."""
     hidden_size: Size = 0
     """Width of the residual stream."""
     num_attention_heads: Size = 0
     """Query heads; 0: as many as heads of the target's size fit into hidden_size."""
     num_key_value_heads: Size = 0
-    """Key/value heads; 0: the target's number if it divides the query heads, else those."""
+    """Key/value heads; 0: the target's number if it divides the query heads, otherwise as many as
+    query heads."""
     head_dim: Size = 0
     """Size of a head (even)."""
     intermediate_size: Size = 0
     """Width of the MLP; 0: in proportion to hidden_size as in the target."""
     rms_norm_eps: UnitInterval = 0.0
-    """Added to mean squares in every norm; 0: the target's."""
+    """Value added to mean squares in every norm; 0: the target's."""
     rope_theta: Annotated[float, Ge(0), Le(1e12)] = 0.0
-    """Base of the rotary positions; 0: the target's. Copied layers rotate as the target does."""
+    """Base of the rotary positions; 0: the target's. Copied layers use the target's."""
     rope_scaling: tuple[PositiveFloat, ...] = ()
     """Llama 3.1's scaling of the rotary frequencies: factor, low_freq_factor, high_freq_factor and
     original_max_position_embeddings; empty: none."""
     qk_norm: bool = False
-    """RMSNorm on every query and key head, as Qwen3 and layers copied from one have it."""
+    """Apply RMSNorm to every query and key head, as in Qwen3 and in layers copied from it."""
     attention_bias: bool = False
-    """Biases on queries, keys and values, as Qwen2 and layers copied from one have them."""
+    """Use biases on queries, keys and values, as in Qwen2 and in layers copied from it."""
     from_target_layers: tuple[Layers, ...] = ()
     """Start from these layers of the target (ascending, 0-based) with its embedding, final norm and
     LM head; all sizes are then the target's."""
     from_model: str = ""
     """Start from this folder: a smaller Llama, Mistral, Qwen2 or Qwen3 in Hugging Face's format
-    (safetensors), or the checkpoint of a small-model drafter. Sizes and rotary positions come from
-    there, and the vocabulary is padded or trimmed to the target's."""
+    (safetensors), or the checkpoint of a small-model drafter. Sizes and rotary positions are those
+    of this model, and the vocabulary is padded or trimmed to the target's."""
     any_tokenizer: bool = False
-    """Accept a `from_model` with another tokenizer: ids then mean other words at the start."""
+    """Accept a `from_model` with another tokenizer, whose ids stand for other words at the
+    start."""
     share_embeddings: bool = False
     """Use the target's frozen embedding and LM head (needs its hidden_size)."""
     tie_embeddings: bool = False
-    """Let the own embedding serve as LM head as well."""
+    """Use the drafter's own embedding as its LM head as well."""
 
     def __post_init__(self) -> None:
         if self.share_embeddings and self.tie_embeddings:

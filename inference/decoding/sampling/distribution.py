@@ -28,7 +28,7 @@ Bias = Annotated[float, Ge(-1e6), Le(1e6)]
 @config("decode")
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the target's distribution is shaped; drafts are ranked by their own."""
+    """The settings of the target's distribution; drafts are ranked by the drafter's."""
 
     temperature: Temperature = 0.0
     """0 picks the most likely token; 1 samples the model's own distribution."""
@@ -37,15 +37,16 @@ class SamplingSettings:
     top_p: Fraction = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches this share; 1 keeps all."""
     min_p: UnitInterval = 0.0
-    """Keep tokens at least this share as likely as the most likely one; 0 keeps all."""
+    """Keep tokens with at least this share of the most likely token's probability; 0 keeps all."""
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
-    """Tokens of the text: a positive logit is divided by this, a negative multiplied; 1: off."""
+    """For tokens of the text, divide a positive logit by this and multiply a negative one; 1:
+    off."""
     logit_bias: tuple[tuple[TokenId, Bias], ...] = ()
-    """(token id, what is added to its logit) pairs, each token at most once."""
+    """Pairs (token id, value added to its logit), each token at most once."""
     bad_words: tuple[tuple[TokenId, ...], ...] = ()
-    """Token sequences that never appear whole: where the text ends with all but the last, that is
-    forbidden. An end-of-text token may be one: then answers end with their budget (transformers
-    ignores such a word)."""
+    """Token sequences that never appear in full: if the text ends with all but the last token, the
+    last one is forbidden. A sequence may be an end-of-text token; answers then end at their length
+    limit (transformers ignores such a word)."""
 
     def __post_init__(self) -> None:
         biased = [token for token, _ in self.logit_bias]

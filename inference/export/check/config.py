@@ -20,21 +20,22 @@ from heads.api.errors import UserError
 @config("verify.live")
 @dataclass(frozen=True)
 class LiveConfig:
-    """How an export is served for the comparison."""
+    """The serving of an export for the comparison."""
 
     python: str = ""
     """Python of an environment with vLLM (`make serve-env` makes .venv-serve/bin/python)."""
     prompts: str = ""
-    """A .jsonl file, or a folder with one <domain>.jsonl per domain; empty: what `measure` would
-    take, `bench` or the prompts held out of the data that the drafter was trained on."""
+    """A .jsonl file, or a folder with one <domain>.jsonl per domain; empty: the prompts that
+    `measure` would use, which are those of `bench` or those held out of the drafter's training
+    data."""
     prompts_per_domain: PositiveInt = 4
-    """Prompts of each domain."""
+    """Number of prompts of each domain."""
     max_new_tokens: Tokens = 128
-    """Most new tokens of an answer."""
+    """Maximum number of new tokens per answer."""
     batches: NonEmpty[Rows] = (1, 8)
-    """Requests in flight at once; every size is a pass over all prompts."""
+    """Numbers of concurrent requests; each number takes a pass over all prompts."""
     seconds: Seconds = 1800.0
-    """Longest time that the engine may take."""
+    """Time limit of the engine in seconds."""
 
 
 @config("verify")
@@ -43,17 +44,17 @@ class VerifyConfig:
     """Which exported folder is checked, and how."""
 
     dir: str = ""
-    """The folder that `headstart export` wrote, or any other in one of its layouts."""
+    """Folder that `headstart export` wrote, or any other folder in one of its layouts."""
     mode: str = "static"
-    """static: the files, by the engine's loading rules, without the engine; live: vLLM serves the
-    folder, and text and acceptance are compared with the bundled decoder's."""
+    """static: check the files by the engine's loading rules, without the engine. live: serve the
+    folder with vLLM, and compare text and acceptance with the bundled decoder's."""
     source: str = ""
-    """The checkpoint that the folder was made of; empty: the one that `headstart_export.json`
-    names, if it still exists."""
+    """Checkpoint that the folder was made from; empty: the one that `headstart_export.json` names,
+    if it still exists."""
     live: LiveConfig = field(default_factory=LiveConfig)
     """How the engine is run, for verify.mode=live."""
     contexts: Size | None = None
-    """Not used any more; setting it is an error that names verify.mode=live."""
+    """No longer used; setting it is an error that names verify.mode=live."""
 
     def __post_init__(self) -> None:
         if self.contexts is not None or self.mode == "forward":

@@ -16,32 +16,32 @@ Hydra reads it without quotes."""
 @config("push")
 @dataclass(frozen=True)
 class PushConfig:
-    """Where drafters are published and what their cards say."""
+    """The repository and the cards of published drafters."""
 
     repo: str = ""
-    """Repository on the Hub, "user/name". With several drafters it holds @drafter, which becomes
-    each one's name."""
+    """Repository on the Hub, "user/name". With several drafters it must contain @drafter, which is
+    replaced by the name of each."""
     license: str = ""
-    """Identifier of the licence (apache-2.0, mit, llama3.1, ...); yours to choose. Nothing is
-    published without one; a dry run tells which one the target has, where that is known."""
+    """Identifier of the licence that you choose (apache-2.0, mit, llama3.1, ...). Nothing is
+    published without one. A dry run prints the target's licence if it is known."""
     base_model: str = ""
-    """Hub id of the target; empty: the id it was loaded by, if that is a Hub id."""
+    """Hub id of the target; empty: the id by which it was loaded, if that is a Hub id."""
     datasets: tuple[str, ...] = ()
     """Hub ids of the data sets that the prompts came from, for the card."""
     tags: tuple[str, ...] = ()
     """Tags in addition to those that every card has."""
     private: bool = True
-    """Visibility of a repository or collection that the push creates; an existing one keeps its
-    own."""
+    """Make a repository or collection private that the push creates; an existing one keeps its
+    visibility."""
     create: bool = True
-    """Create the repository when it does not exist."""
+    """Create the repository if it does not exist."""
     collection: str = ""
-    """Title of a collection of the same user to put the repository into, created when it does not
+    """Title of a collection of the same user to put the repository into, created if it does not
     exist; empty: none."""
     dry_run: bool = True
-    """Build the folder and say what would happen, without any connection."""
+    """Build the folder and print what would happen, without any connection."""
     allow_mismatches: bool = False
-    """Publish although measured text differed from the target's; the card then opens with a
+    """Publish even if measured text differed from the target's; the card then opens with a
     warning."""
     message: str = "Upload drafter with its measured report"
     """Commit message."""

@@ -15,26 +15,26 @@ class ServingConfig:
 
     api: Literal["auto", "chat", "completions"] = "auto"
     """Endpoint. auto: chat for messages, completions for texts and token ids. completions: messages
-    are rendered here with the tokenizer of `target.path` and sent as token ids."""
+    are rendered locally with the tokenizer of `target.path` and sent as token ids."""
     model: str = ""
     """The model's name at the server; empty: the only one it serves."""
     metrics: str = ""
-    """Address of the server's metrics; empty: /metrics, then /prometheus/metrics below it."""
+    """Address of the server's metrics; empty: /metrics, then /prometheus/metrics on the server."""
     acceptance: Literal["auto", "responses", "counters", "chunks"] = "auto"
-    """Where acceptance is taken from: what each response says, differences of the server's
-    counters, or an estimate from the times of streamed pieces. auto: the first of these that the
-    server offers."""
+    """Source of the acceptance: responses (what each one reports), counters (differences of the
+    server's counters), chunks (an estimate from the times of streamed pieces), or auto: the first
+    of these that the server offers."""
     key_variable: str = "HEADSTART_SERVER_KEY"
-    """Environment variable with the server's key, if it wants one. The key itself is never written
+    """Environment variable with the server's key, if it needs one. The key itself is never written
     or logged."""
     concurrency: NonEmpty[Rows] = (1,)
-    """Requests under way at once: every prompt is measured at each of these numbers."""
+    """Numbers of concurrent requests; every prompt is measured at each of them."""
     window: PositiveInt = 2
-    """Requests per concurrent client between two looks at the counters. All of a window are
-    answered before the next one begins: a window is what intervals resample. One client: 1."""
+    """Requests per concurrent client between two reads of the counters. All requests of a window
+    are answered before the next one begins; intervals resample windows. One client: 1."""
     timeout: Timeout = 120.0
-    """Seconds without a word from the server after which a request has failed."""
+    """Seconds without data from the server after which a request counts as failed."""
     retries: Count = 3
-    """How often a window that failed is measured again before the measurement ends."""
+    """How often a failed window is measured again before the measurement ends."""
     backoff: Seconds = 1.0
-    """Seconds before the first repetition; twice as many before each further one."""
+    """Seconds before the first retry; doubled before each further one."""
