@@ -31,10 +31,9 @@ def test_samples_are_what_vllm_read_and_answered(
     with relayed(engine, server.address, tmp_path / "traffic") as relay:
         texts = [ask(relay.base, question, chat, stream) for question in questions]
         rows = relay.samples(len(questions))
-    prompts: list[Any] = questions
-    if chat:
-        prompts = [[{"role": "user", "content": question}] for question in questions]
-    own = list(engine.generate(prompts))
+    own = engine.generate(
+        questions if chat else [target.tokenizer.encode(question) for question in questions]
+    )
     assert [answer.text for answer in own] == texts
     for row, answer in zip(rows, own, strict=True):
         begin = row["prompt_length"]
