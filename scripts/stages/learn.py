@@ -56,6 +56,7 @@ def run(settings: Settings) -> None:
     with suppress(OSError):
         os.nice(max(0, config.nice - os.nice(0)))
     server: Server
+    whom: str
     if config.drafter:
         folder = learn_folder(config.folder, settings)
         server, whom = exporting(settings, folder), settings.export.engine
