@@ -140,8 +140,8 @@ class Relay:
         self._log = QuietLog(logger)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass one request on and its answer back; raises `ApiError` where the engine does not
-        answer."""
+        """Pass one request on and its answer back. Raises `ApiError` (502) if the engine does not
+        answer or breaks off, and `ClientGoneError`."""
         passing = await self._passing(scope, receive)
         work = asyncio.create_task(self._pass(scope, passing, send))
         leaving = asyncio.create_task(_left(receive))
@@ -180,8 +180,8 @@ class Relay:
         if not path.startswith(b"/"):  # it must not become a part of the engine's address
             raise ApiError(400, "the request's target must be a path.", code="invalid_http")
         address = httpx.URL(self.base)
-        whole = address.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
-        url = address.copy_with(raw_path=whole)
+        target = address.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
+        url = address.copy_with(raw_path=target)
         headers = [
             (name, value)
             for name, value in scope["headers"]

@@ -102,7 +102,10 @@ def exporting(settings: Settings, folder: Path) -> ExportingServer:
         return notes.serve
 
     prepare(found.folder, config.engine)
-    return ExportingServer(folder, found.folder, write)
+    server = ExportingServer(folder, found.folder, write)
+    if (known := Path(server.current())) != found.folder.resolve():
+        say(f"the drafter is {shown(known)}, which learning has exported last")
+    return server
 
 
 def wait_for(server: HttpServer, seconds: float) -> None:

@@ -256,7 +256,9 @@ def test_a_relay_says_what_it_lacks(tmp_path: Path, given: list[str], words: str
         relay.run(load_settings(STAGES["serve"], [*own, *given]))
 
 
-def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(tmp_path: Path) -> None:
+def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = prepare(tmp_path)
     own = [f"learn.drafter={place / 'drafter'}", *common(place, tmp_path)]
     with pytest.raises(UserError, match=r"no samples to learn from.*serve\.engine"):
@@ -266,6 +268,12 @@ def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(tmp_pa
     told = found.describe()
     assert (Path(told["export"]) / "config.json").is_file() and "vllm" in told["command"]
     found.install(place / "drafter")  # over what a kill has left
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (tmp_path / "engine.json").write_text(f'{{"drafter": "{taken}"}}')
+    capsys.readouterr()
+    assert exporting(load_settings(STAGES["learn"], own), tmp_path).current() == str(taken)
+    assert "exported last" in capsys.readouterr().out.replace("\n", " ")
     with pytest.raises(UserError, match="cannot be exported for speculators"):
         exporting(load_settings(STAGES["learn"], [*own, "export.engine=speculators"]), tmp_path)
     with pytest.raises(UserError, match="Leave one of them out"):

@@ -34,9 +34,9 @@ all looks together this is proven if clients are draws from one traffic. For lim
 while clients differ, and for drifting traffic, the tests simulate it.
 
 For a server that tries no candidates, both drafters decode the same held-out prompts (`paired`).
-With d_t the candidate's acceptance less the drafter's on prompt t, and D the
-depth, the mean over stakes c of prod over t of 1 + c d_t / D is an e-value for a candidate with
-E[d] <= 0, since -D <= d_t <= D. It is evaluated once.
+With d_t the candidate's acceptance less the drafter's on prompt t, and D the depth, the mean over
+stakes c of prod over t of 1 + c d_t / D is an e-value for a candidate with E[d] <= 0, since
+-D <= d_t <= D. It is evaluated once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def needed_evidence(error_rate: float, attempt: int) -> float:
 def paired(
     before: Sequence[float], after: Sequence[float], depth: int, error_rate: float
 ) -> Outcome:
-    """The outcome of both drafters' acceptances on the same prompts; see the module."""
+    """The outcome of decoding the same N prompts with both drafters; see the module.
+
+    before, after: accepted drafts per verification of each prompt [N], N >= 1, from 0 to `depth`,
+    with the drafter and with the candidate; error_rate: chance of accepting a candidate that is not
+    better. The bets are those of Waudby-Smith & Ramdas (2010.09686).
+    """
     gains = (np.asarray(after) - np.asarray(before)) / depth
     better, worse = (
         float(log_mean(np.log1p(sign * SHARES[:, None] * gains).sum(1, keepdims=True))[0])
