@@ -51,15 +51,21 @@ class PartRecords:
         self.log = verifications.VerificationLog(out / RECORDS, facts, *limits, held=None)
         self.log.bytes //= world
         self._turns: dict[int, list[tuple[Completion, int]]] = {}
+        self._recorded: set[int] = set()
 
     def take(self, talk: Talk, completion: Completion) -> None:
         """Keep a finished turn of `talk` until its row is written."""
         self._turns.setdefault(talk.row.index, []).append((completion, talk.offset))
 
     def write(self, name: str, answers: Sequence[StoredAnswer]) -> None:
-        """Write the records of the rows of the part file `name`."""
+        """Write the records of the rows of the part file `name`. Their turns are kept until the
+        next part, because a part that could not be written is written again, with its records."""
+        indices = {answer.index for answer in answers}
+        for index in self._recorded - indices:
+            self._turns.pop(index, None)
+        self._recorded = indices
         for answer in answers:
-            turns = self._turns.pop(answer.index, [])
+            turns = self._turns.get(answer.index, [])
             if answer.status != DONE or not turns:
                 continue
             for completion, offset in turns:

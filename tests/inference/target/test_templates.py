@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,10 +50,14 @@ def test_a_conversation_that_takes_long_keeps_no_other_one_waiting(quick: None) 
     with templates.free_worker(), templates.free_worker():
         pass  # both are free again
     with ThreadPoolExecutor(1) as pool:
+        process = templates.WORKERS[0]._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)  # does not end before the other one
         long = pool.submit(render, LOOP)
         until(templates.WORKERS[0].lock.locked)
         assert render("{{ messages[0].content }}") == "Hello!"
         assert not long.done()
+        process.send_signal(signal.SIGCONT)
         with pytest.raises(UserError, match="was ended"):
             long.result()
 
