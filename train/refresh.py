@@ -174,6 +174,8 @@ def load_start(
             f"train.refresh.adapter: an adapter changes no parts of its base, but '{folder}' was "
             f"made with others than are to be trained ({', '.join(parts)}).{settings}"
         )
+    if other_target and not whole:
+        drafter.follow(drafter.target)  # a frozen LM head is the new target's
     if kind != drafter.kind or not started.is_whole:
         came = "" if kind == drafter.kind else f", of kind {kind} (here {drafter.kind})"
         logger.warning("of the drafter in '%s'%s: %s", folder, came, started)
@@ -218,9 +220,10 @@ def carry(
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:
-    """Freeze the drafter and add trainable low-rank updates to its linear layers. The updates start
-    at zero; `seed` fixes their random factors."""
-    names = [name for name, part in drafter.named_modules() if type(part) is nn.Linear]
+    """Freeze the drafter and add trainable low-rank updates to the linear layers that it trains.
+    The updates start at zero; `seed` fixes their random factors."""
+    layers = [item for item in drafter.named_modules() if type(item[1]) is nn.Linear]
+    names = [name for name, part in layers if part.weight.requires_grad]
     if not names:
         raise UserError(
             f"train.refresh.lora_rank={config.lora_rank}, but kind '{drafter.kind}' has no linear "

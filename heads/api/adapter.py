@@ -9,6 +9,7 @@ Legend: r rank. Weights are [out, in] as `nn.Linear` holds them; A is [r, in], B
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,22 @@ LARGEST_CONFIG = 16 * 1024 * 1024
 ADVICE = "Train or copy the adapter again."
 _LAYER = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-_ELSEWHERE = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
-"""Settings of peft with which an adapter is more than one low-rank product per layer."""
+_FURTHER = (
+    *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"),
+    *("trainable_token_indices", "alora_invocation_tokens", "fan_in_fan_out"),
+)
+_REPLACING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of peft's `init_lora_weights` that change the weights of the base."""
+
+
+def beyond_plain(settings: Mapping[str, object]) -> list[str]:
+    """The settings of peft, among those given, with which an adapter is not one low-rank product
+    for every layer, added to the layer's weight [out, in] as the base has it."""
+    found = [name for name in _FURTHER if settings.get(name)]
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_REPLACING):
+        found.append(f"init_lora_weights={start}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -100,7 +115,18 @@ class Updates:
 
     def require_fit(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `UserError` for an update without a weight in `tensors` that it fits."""
+        if self.layers and (self.rank < 1 or not math.isfinite(self.alpha)):
+            raise UserError(
+                "low-rank updates need a rank of 1 or more and a finite alpha; given: "
+                f"rank {self.rank}, alpha {self.alpha}."
+            )
         for layer, (down, up) in self.layers.items():
+            if down.dim() != 2 or up.dim() != 2 or down.shape[0] != up.shape[1]:
+                raise UserError(
+                    f"the update of layer '{layer}' has matrices A {list(down.shape)} and B "
+                    f"{list(up.shape)}; A is [r, in] and B [out, r]. Parameters that are divided "
+                    "among processes (ZeRO-3) have to be gathered first."
+                )
             weight = tensors.get(f"{layer}.weight")
             if weight is None or weight.shape != (up.shape[0], down.shape[1]):
                 there = "there is none" if weight is None else f"its shape is {list(weight.shape)}"
@@ -160,7 +186,7 @@ def read_updates(folder: Path) -> Updates:
     ):
         given = {name: content.get(name) for name in ("peft_type", "r", "lora_alpha")}
         raise UserError(f"'{path}' describes no low-rank updates: {shown(given)}. {ADVICE}")
-    more = [name for name in _ELSEWHERE if content.get(name)]
+    more = beyond_plain(content)
     if more:
         raise UserError(
             f"'{path}' sets {', '.join(more)}, which adapters of drafters do not have: they are "

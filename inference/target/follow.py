@@ -12,6 +12,7 @@ Weights are [out, in] as `nn.Linear` holds them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.api.adapter import Updates
+from heads.api.adapter import Updates, beyond_plain
 from heads.api.errors import UserError
 from inference.target.loading import text_name
-from inference.target.parallel import gather_whole
+from inference.target.parallel import is_divided
 
 Weights = nn.Module | Mapping[str, Tensor] | Updates
 """A policy: the model (with LoRA layers of peft: their updates), its state dict, or updates."""
@@ -30,7 +31,8 @@ _BEFORE = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to the names of a model's weights."""
 _PEFT = "base_model.model."
 _DOWN, _UP = ".lora_A.{}.weight", ".lora_B.{}.weight"
-_MORE = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+_ADAPTER = re.compile(r"\.lora_\w+\.([^.]+)")
+"""Finds the adapter that a weight of peft's layers belongs to."""
 _SHOWN = 3
 """Most names in a message."""
 
@@ -78,9 +80,10 @@ class InPlace:
                 "state of a model of the same configuration; weights that are divided among "
                 "processes (FSDP, ZeRO-3) have to be gathered first."
             )
-        values = {name: gather_whole(value.detach()) for name, value in given.items()}
+        _require_whole(given)
+        values = {name: value.detach() for name, value in given.items()}
         for name, value in values.items():
-            _require_finite(name, value)
+            _require_finite(name, value.to(own[name].dtype))
             one = next(other for other in tied[name] if other in values)
             if one != name and not torch.equal(value, values[one]):
                 raise UserError(
@@ -97,18 +100,35 @@ class InPlace:
         base = {f"{layer}.weight": own.get(f"{layer}.weight") for layer in layers} | self.base
         given = replace(updates, layers=layers)
         given.require_fit({name: value for name, value in base.items() if value is not None})
-        for layer, pair in layers.items():
-            for part in pair:
-                _require_finite(layer, part)
+        _require_whole({f"{layer} A": pair[0] for layer, pair in layers.items()})
+        _require_whole({f"{layer} B": pair[1] for layer, pair in layers.items()})
+        tied = _tied(own)
+        shared = [layer for layer in layers if len(tied[f"{layer}.weight"]) > 1]
+        if shared:
+            both = " and ".join(tied[f"{shared[0]}.weight"])
+            raise UserError(
+                f"{both} are one weight in this target, so an update of layer '{shared[0]}' would "
+                "change both. Leave the layer out of target_modules, or give the merged weights of "
+                "a model whose embeddings are not tied."
+            )
+
+        def summed(layer: str, weight: Tensor) -> Tensor:
+            """A layer's weight with its update, on the weight's device in the wider dtype."""
+            down, up = (part.detach().to(weight.device) for part in layers[layer])
+            name = f"{layer}.weight"
+            return replace(updates, layers={layer: (down, up)}).merged({name: weight})[name]
+
+        # one sum at a time, since it is in float32; all are checked before one is written
+        for layer in layers:
+            name = f"{layer}.weight"
+            weight = self.base.get(name, own[name]).to(own[name].device)
+            _require_finite(name, summed(layer, weight).to(own[name].dtype))
         for name, value in base.items():
             if name not in self.base and value is not None:
                 self.base[name] = value.to("cpu", copy=True)
-        for name, kept in self.base.items():  # one at a time: a sum is in float32
+        for name, kept in self.base.items():
             layer, value = name.removesuffix(".weight"), kept.to(own[name].device)
-            if layer in layers:
-                down, up = (gather_whole(part.detach()).to(value.device) for part in layers[layer])
-                value = replace(updates, layers={layer: (down, up)}).merged({name: value})[name]
-            own[name].copy_(value)
+            own[name].copy_(summed(layer, value) if layer in layers else value)
 
 
 def _unwrapped(model: nn.Module) -> Mapping[str, Tensor] | Updates:
@@ -121,17 +141,28 @@ def _unwrapped(model: nn.Module) -> Mapping[str, Tensor] | Updates:
     configs: Any = getattr(getattr(model, "module", model), "peft_config", None)
     if not configs or not any("lora_" in name for name in state):
         return state
-    active = [*configs] if len(configs) == 1 else [getattr(model, "active_adapter", "")]
-    return _peft_updates(state, configs[active[0]], active[0])
+    inner = getattr(model, "module", model)
+    active = next(iter(configs)) if len(configs) == 1 else getattr(inner, "active_adapter", None)
+    if not isinstance(active, str) or active not in configs:
+        raise UserError(
+            f"one adapter of a peft model is followed; active are {active}, of "
+            f"{', '.join(configs)}. Activate one with set_adapter."
+        )
+    return _peft_updates(state, configs, active)
 
 
-def _peft_updates(state: Mapping[str, Tensor], config: Any, adapter: str) -> Updates:
-    """The updates of a peft model's active adapter. Raises `UserError` if they are more than one
-    low-rank product per layer."""
+def _peft_updates(state: Mapping[str, Tensor], configs: Mapping[str, Any], adapter: str) -> Updates:
+    """The updates of a peft model's adapter. Raises `UserError` if they are more than one low-rank
+    product per layer."""
+    config, others = configs[adapter], {*configs} - {adapter}
+    named = {name: _ADAPTER.search(name) for name in state}
+    state = {
+        name: state[name] for name, found in named.items() if not found or found[1] not in others
+    }
     down, up = _DOWN.format(adapter), _UP.format(adapter)
     layers = [name.removesuffix(down) for name in state if name.endswith(down)]
     parts = {f"{layer}{end}" for layer in layers for end in (down, up)}
-    more = [name for name in _MORE if getattr(config, name, None)]
+    more = beyond_plain(vars(config))
     more += [name for name in state if "lora_" in name and name not in parts]
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA" or more or getattr(config, "bias", "none") != "none":
@@ -148,18 +179,29 @@ def _peft_updates(state: Mapping[str, Tensor], config: Any, adapter: str) -> Upd
 
 def _require_plain(model: nn.Module) -> None:
     """Raise `UserError` for a model whose weights cannot be written directly."""
-    odd = [name for name, value in model.named_parameters() if type(value) is not nn.Parameter]
-    split = [name for name, value in model.named_parameters() if gather_whole(value) is not value]
+    weights = dict(model.named_parameters())
+    if any(is_divided(value) for value in weights.values()):
+        raise UserError(
+            "a target that is split over processes cannot take new weights in place. Load it with "
+            "target.tensor_parallel=false."
+        )
+    odd = [name for name, value in weights.items() if type(value) is not nn.Parameter]
     config: Any = getattr(model, "config", None)
     if odd or getattr(config, "quantization_config", None) is not None:
         raise UserError(
             "a quantised target cannot take new weights in place: they would have to be quantised "
             "anew. Load it with target.quantization=none."
         )
-    if split:
+
+
+def _require_whole(given: Mapping[str, Tensor]) -> None:
+    """Raise `UserError` for weights of which every process has a part: gathering them here would
+    wait for processes that may not follow."""
+    divided = [name for name, value in given.items() if is_divided(value)]
+    if divided:
         raise UserError(
-            "a target that is split over processes cannot take new weights in place. Load it with "
-            "target.tensor_parallel=false."
+            f"the new weight '{divided[0]}' is divided among processes (FSDP, tensor parallelism). "
+            "Gather the weights first, for instance with full_tensor() in all processes."
         )
 
 

@@ -112,6 +112,11 @@ def split_settings(size: int) -> Any:
     return DistributedConfig(tp_size=size, tp_plan="auto")
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether every process has a part of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
 def gather_whole(tensor: Tensor) -> Tensor:
     """The whole parameter: gathered from all processes if split (a collective), or itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -192,6 +192,18 @@ def test_merged_weights_compute_what_the_updates_do(
     assert all(p.grad is None for p in drafter.parameters())
 
 
+def test_a_head_that_is_not_trained_gets_no_updates(target: MicroTarget, tmp_path: Path) -> None:
+    """It is the target's, and follows it."""
+    for trained in (False, True):
+        given = {"ttt_steps": 2, "train_lm_head": trained}
+        save_drafter(make(target, "eagle3", **given), tmp_path, target.info)
+        drafter = make(target, "eagle3", **given)
+        config = RefreshConfig(str(tmp_path), lora_rank=3)
+        prepare_start(drafter, config, target.info, 1, TargetConfig("-"))
+        names = [name for name, _ in drafter.named_parameters() if "lora" in name]
+        assert names and any("lm_head" in name for name in names) is trained
+
+
 def test_updates_are_the_same_in_every_process(target: MicroTarget, tmp_path: Path) -> None:
     save_drafter(make(target), tmp_path, target.info)
     states: list[dict[str, Tensor]] = []

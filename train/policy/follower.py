@@ -63,11 +63,13 @@ class Follower:
         seeds: Sequence[int] | None = None,
         *,
         logprobs: bool = False,
+        learn: bool = True,
     ) -> Rollout:
         """Answer all prompts, in their order. For a group of answers, give a prompt several times.
 
         prompts: as `Engine.generate` takes them. seeds: one for every answer; None: the next ones.
         logprobs: also compute those of the answers' tokens (`token_logprobs`), with one more pass.
+        learn: let the next refresh train on these answers; False: for an evaluation.
         """
         engine = self.engine
         require_rollouts(engine.decode, logprobs)
@@ -82,7 +84,8 @@ class Follower:
         sampling = engine.decode.sampling()
         found = token_logprobs(engine.target, done, sampling) if logprobs else None
         rollout = Rollout(tuple(done), seconds, found)
-        self._recent.append(rollout)
+        if learn:
+            self._recent.append(rollout)
         return rollout
 
     def follow(self, weights: Weights) -> None:

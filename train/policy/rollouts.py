@@ -84,7 +84,8 @@ def token_logprobs(
     token of the answers under `sampling` (processors, temperature and filters applied).
 
     The target reads the answers again as a whole, so the numbers are those of a pass over all of
-    their tokens: the decoder's own up to rounding.
+    their tokens: the decoder's own up to rounding. A filter keeps the token that was sampled, which
+    may lie so close to its edge that rounding would remove it.
     """
     found: dict[int, tuple[float, ...]] = {}
     # similar lengths together, which needs the least padding
@@ -120,7 +121,9 @@ def _read(
         logits = target.weights.logits(hidden[row : row + 1, root : end - 1])
         logits = process(logits, sampling, _prefix(tokens[row : row + 1], root, end))
         chosen = tokens[row, root + 1 : end, None]
-        shares = shape_logits(logits, sampling)[0].log_softmax(-1).gather(-1, chosen)
+        shaped = shape_logits(logits, sampling)[0]  # [N, V]
+        sampled = logits[0].to(shaped.dtype).gather(-1, chosen) / sampling.temperature
+        shares = shaped.scatter(-1, chosen, sampled).log_softmax(-1).gather(-1, chosen)
         yield tuple(shares[:, 0].tolist())
 
 

@@ -104,9 +104,20 @@ class DrafterTraining:
         settings = self.settings
         data = PackedData(documents, length)
         rows = min(settings.rows, len(data))
-        micro = math.gcd(rows, settings.micro_rows)
+        most = min(rows, settings.micro_rows)
+        micro = next(count for count in range(most, 0, -1) if rows % count == 0)
         # another seed for every refresh, so that the first rows differ between refreshes
         loader = StepLoader(data, rows, micro, 1, 0, settings.seed + self.steps)
+        try:
+            found = self._steps(loader, steps)
+        except BaseException:
+            self._take_back()
+            raise
+        self.publish()
+        return found
+
+    def _steps(self, loader: StepLoader, steps: int) -> Mapping[str, float]:
+        settings = self.settings
         found: dict[str, float] = defaultdict(float)
         for index in range(steps):
             batches, supervised = loader.step(index), max(1, loader.supervised(index))
@@ -123,7 +134,6 @@ class DrafterTraining:
                     found["judged"] += count
             norm = self.engine.step(settings.optim.lr)
             if not math.isfinite(loss) or not math.isfinite(norm):
-                self._take_back()
                 raise UserError(
                     f"a refresh ended at step {index + 1}: its loss is {loss}, its gradient's norm "
                     f"{norm}. The drafter keeps its weights. Lower RefreshSettings.optim.lr."
@@ -132,7 +142,6 @@ class DrafterTraining:
             if index == 0:
                 found["loss"] = loss
             self.steps += 1
-        self.publish()
         return found
 
     @torch.no_grad()
@@ -151,8 +160,10 @@ class DrafterTraining:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state`; the decoding drafter gets its weights."""
+        """Continue from a `state`, which may be older than the target's weights; the decoding
+        drafter gets its weights."""
         self.drafter.load_state_dict(state["drafter"])
+        self.follow()
         self.engine.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         self.publish()
@@ -163,6 +174,7 @@ class DrafterTraining:
 
     def _take_back(self) -> None:
         """Return to the decoding drafter's weights; the optimiser starts anew."""
+        self.drafter.zero_grad(set_to_none=True)
         self.drafter.load_state_dict(self.served.state_dict())
         self.engine = self._new_engine()
 

@@ -49,22 +49,32 @@ class TrlRollouts:
     follower: Follower
     steps: int = 0
     log: list[Generated] = field(default_factory=list)
-    _step: int | None = None
+    _trainer: Any = None
+    """The trainer whose settings are in use."""
+    _taken: tuple[int, int] | None = None
+    """The trainer's step, and the number of writes to its weights, when they were taken over."""
+    _trained: int | None = None
+    """The trainer's step at the last rollout for training."""
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """TRL's contract: token ids of prompts and answers, log-probabilities of the latter, one
         answer for every listed prompt."""
         follower, training, refreshed = self.follower, trainer.model.training, None
-        if self._step is None:
+        if trainer is not self._trainer:
             self._adopt(trainer)
         step = int(trainer.state.global_step)
-        if step != self._step:
-            follower.follow(trainer.accelerator.unwrap_model(trainer.model))
-            if self.steps and self._step is not None and training:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        # weights may change without a step, as when a trainer restores its best ones
+        now = step, sum(parameter._version for parameter in model.parameters())
+        if now != self._taken:
+            follower.follow(model)
+            self._taken = now
+        if training:
+            if self.steps and self._trained is not None and step != self._trained:
                 refreshed = follower.refresh(self.steps)
-            self._step = step
+            self._trained = step
         asked = prompt_ids(prompts, trainer)
-        rollout = follower.rollout(asked, logprobs=True)
+        rollout = follower.rollout(asked, logprobs=True, learn=training)
         found = Generated(step, rollout.tau, rollout.tokens, rollout.seconds, refreshed)
         self.log.append(found)
         assert rollout.logprobs is not None
@@ -75,8 +85,9 @@ class TrlRollouts:
         }
 
     def _adopt(self, trainer: Any) -> None:
-        """Take over the trainer's sampling settings."""
+        """Take over the sampling settings of another trainer than before."""
         follower, args = self.follower, trainer.args
+        self._trainer, self._taken, self._trained = trainer, None, None
         require_possible(trainer, follower.engine.target.eos_token_ids)
         follower.engine = follower.engine.with_settings(
             temperature=float(args.temperature),
@@ -86,7 +97,9 @@ class TrlRollouts:
             repetition_penalty=float(args.repetition_penalty),
             max_new_tokens=int(args.max_completion_length),
         )
-        follower.seed += OWN_SEEDS * int(trainer.accelerator.process_index)
+        first = OWN_SEEDS * int(trainer.accelerator.process_index)
+        if follower.seed < first:  # a state that was loaded has the process's own seeds
+            follower.seed += first
 
 
 def require_possible(trainer: Any, ends: Sequence[int]) -> None:

@@ -140,7 +140,7 @@ NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
         (lambda state: {**state, DOWN: state[DOWN][:5]}, "of another shape"),
         (lambda state: {**state, DOWN: state[DOWN] * float("nan")}, "not finite"),
         (lambda state: {"q_proj.lora_A.weight": torch.zeros(2, 2)}, "without their scale"),
-        (lambda state: Updates(1, 1.0, {"model.none": (torch.zeros(1, 2),) * 2}), "there is none"),
+        (lambda state: Updates(1, 1.0, {"model.none": (torch.zeros(1, 2), torch.zeros(2, 1))}), "there is none"),
     ],
 )
 def test_what_does_not_fit_is_refused_whole(change: Any, said: str) -> None:
@@ -161,11 +161,68 @@ def test_updates_that_are_not_finite_are_refused() -> None:
     assert_equal(target.model.state_dict(), random_target().model.state_dict())
 
 
-@pytest.mark.parametrize("setting", [{"use_rslora": True}, {"bias": "all"}])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Updates(2, 4.0, {"q": (torch.zeros(2, 24), torch.zeros(24, 3))}), "A is .r, in."),
+        (Updates(2, 4.0, {"q": (torch.zeros(0), torch.zeros(0))}), "gathered first"),
+        (Updates(0, 4.0, {"q": (torch.zeros(2, 24), torch.zeros(24, 2))}), "rank of 1 or more"),
+        (Updates(2, float("nan"), {"q": (torch.zeros(2, 24), torch.zeros(24, 2))}), "finite alpha"),
+        (Updates(2, 1e308, {"q": (torch.ones(2, 24), torch.ones(24, 2))}), "not finite"),
+    ],
+)
+def test_updates_that_cannot_be_added_are_refused_before_one_is(given: Updates, said: str) -> None:
+    """Behind a layer that could be."""
+    target = random_target()
+    good = updates(target, ("q_proj",))
+    layer = "model.layers.1.self_attn.o_proj"
+    rows, columns = target.model.state_dict()[f"{layer}.weight"].shape
+    down, up = given.layers["q"]
+    if down.ndim == 2 and down.shape[0] == up.shape[1]:
+        down, up = torch.full((2, columns), float(down.sum())), torch.ones(rows, 2)
+    layers = {**good.layers, layer: (down, up)}
+    with pytest.raises(UserError, match=said):
+        target.follow(Updates(given.rank, given.alpha, layers))
+    assert_equal(target.model.state_dict(), random_target().model.state_dict())
+    assert target.version == 0
+
+
+def test_an_update_of_a_tied_head_is_refused() -> None:
+    target = random_target(tie_word_embeddings=True)
+    rows, columns = target.weights.lm_head.shape
+    given = Updates(1, 1.0, {"lm_head": (torch.ones(1, columns), torch.ones(rows, 1))})
+    before = target.weights.lm_head.clone()
+    with pytest.raises(UserError, match="would change both"):
+        target.follow(given)
+    assert torch.equal(target.weights.lm_head, before)
+
+
+def test_of_two_adapters_the_active_one_is_followed() -> None:
+    """As TRL makes them: a second one is the reference."""
+    peft = pytest.importorskip("peft")
+    target = random_target(dtype=torch.float32)
+    settings = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"])
+    model = peft.get_peft_model(random_model("llama", 3).float(), settings)
+    model.add_adapter("ref", settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    target.follow(model)
+    merged = model.merge_and_unload(adapter_names=["default"]).state_dict()
+    assert_equal(target.model.state_dict(), merged)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"use_rslora": True}, {"bias": "all"}, {"trainable_token_indices": [1, 2]}),
+        *({"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}),
+    ],
+)
 def test_other_adapters_than_plain_lora_are_refused_by_name(setting: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], **setting)
-    model = peft.get_peft_model(random_model("llama", 3), settings)
+    model = peft.get_peft_model(random_model("llama", 3).float(), settings)
     with pytest.raises(UserError, match="plain LoRA"):
         random_target().follow(model)
 

@@ -18,6 +18,7 @@ from inference.decoding.placement import PlacedDrafter, weights_on
 from inference.decoding.requests import Completion, Request
 from tests.heads.recipes import build
 from tests.models import VOCAB, random_model, random_target
+from train.engines.torch_engine import TorchEngine
 from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig
 from train.policy.follower import Follower
@@ -151,6 +152,14 @@ def slow_logprobs(done: Completion) -> list[float]:
     return found
 
 
+def test_a_sampled_token_that_a_filter_would_remove_has_a_finite_log_probability() -> None:
+    """Rounding may move it over the filter's edge in the pass that reads the answer."""
+    done = [Completion(Request(0, (3, 4), 0, 9), [5, 6, 7])]
+    for filters in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 0.99}):
+        (found,) = token_logprobs(random_target(), done, replace(SAMPLED, **filters).sampling())
+        assert all(math.isfinite(value) and value < 0 for value in found)
+
+
 def test_log_probabilities_of_answers_of_all_lengths() -> None:
     """Also of none, and of more than one pass reads."""
     target = random_target()
@@ -188,6 +197,60 @@ def test_a_step_that_is_no_number_changes_nothing_and_the_next_refresh_works() -
     for name, value in one.drafter.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert math.isfinite(one.refresh(1).last_loss)
+
+
+def test_a_refresh_that_is_interrupted_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = follower(micro_rows=4)
+    one.rollout(PROMPTS)
+    one.refresh(1)
+    before = {name: value.clone() for name, value in one.drafter.state_dict().items()}
+    training = one._training
+    assert training is not None
+    plain, calls = TorchEngine.forward_backward, []
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 4:  # behind a whole step and half of the next one
+            raise KeyboardInterrupt
+        return plain(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchEngine, "forward_backward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.refresh(3)
+    for name, value in one.drafter.state_dict().items():
+        assert torch.equal(value, before[name]), name
+        own = training.drafter.state_dict()[name]
+        assert torch.equal(own, value.to(own.dtype)), name
+    assert all(parameter.grad is None for parameter in training.drafter.parameters())
+
+
+def test_rows_are_read_in_as_few_passes_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = follower(rows=6, micro_rows=4)
+    one.rollout(PROMPTS)
+    plain, rows = TorchEngine.forward_backward, []
+
+    def counted(engine: Any, batch: Any, *given: Any) -> Any:
+        rows.append(len(batch.tokens))
+        return plain(engine, batch, *given)
+
+    monkeypatch.setattr(TorchEngine, "forward_backward", counted)
+    one.refresh(1)
+    assert rows == [3, 3]
+
+
+def test_a_state_from_before_an_update_keeps_the_targets_head() -> None:
+    target = random_target()
+    drafter = build("eagle3", target, changes={"draft_vocab_size": 0, "train_lm_head": False})
+    one = Follower(Engine(target, drafter, SAMPLED), QUICK)
+    one.rollout(PROMPTS)
+    one.refresh(1)
+    state = one.state()
+    one.follow(policy())
+    one.load_state(state)
+    head = target.weights.lm_head
+    assert torch.equal(one.drafter.lm_head.weight, head.float().double())  # trained in float32
+    assert torch.equal(head, policy().lm_head.weight)
 
 
 def test_what_cannot_be_refreshed_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from heads.api.errors import UserError
 from inference.audit.statistics import chi_square, exact_distribution
@@ -21,7 +22,7 @@ from tests.inference.tokenizers import save_micro_target
 from train.optim import OptimConfig
 from train.policy.follower import Follower
 from train.policy.training import RefreshSettings
-from train.policy.trl import TrlRollouts, require_possible
+from train.policy.trl import OWN_SEEDS, TrlRollouts, require_possible
 
 SAMPLES, BATCH = 480, 32
 PROMPT = "Why?"
@@ -95,6 +96,56 @@ def test_a_training_runs_and_its_answers_are_samples_of_the_policy(
         if len(tokens) == 3 or tokens[-1] in target.eos_token_ids:
             share = exact[tuple(tokens)]
             assert sum(found) == pytest.approx(float(torch.tensor(share).log()), abs=1e-4)
+
+
+def trainer_without_trl(rollouts: TrlRollouts, folder: Path, **changes: Any) -> Any:
+    """What `TrlRollouts` reads of a trainer."""
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
+    settings |= {"repetition_penalty": 1.0, "max_completion_length": 3, "generation_kwargs": None}
+    return SimpleNamespace(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=SimpleNamespace(**{**settings, **changes}),
+        tools=None,
+        eos_token_ids=list(rollouts.follower.engine.target.eos_token_ids),
+        state=SimpleNamespace(global_step=0),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model, process_index=1),
+        processing_class=lambda text: {"input_ids": [[5, 6, 7] for _ in text]},
+    )
+
+
+def test_an_evaluation_neither_takes_a_refresh_nor_gives_answers_to_train_on(folder: Path) -> None:
+    rollouts = make_rollouts(folder)
+    trainer = trainer_without_trl(rollouts, folder)
+    asked = [PROMPT] * 4
+    trainer.model.train()
+    rollouts(asked, trainer)
+    trained = list(rollouts.follower._recent)
+    trainer.state.global_step = 1
+    trainer.model.eval()
+    rollouts(asked, trainer)
+    assert list(rollouts.follower._recent) == trained
+    trainer.model.train()
+    rollouts(asked, trainer)
+    assert [one.refreshed is not None for one in rollouts.log] == [False, False, True]
+
+
+def test_weights_that_change_without_a_step_and_another_trainer_are_followed(folder: Path) -> None:
+    rollouts = make_rollouts(folder)
+    trainer = trainer_without_trl(rollouts, folder)
+    rollouts([PROMPT], trainer)
+    first = rollouts.follower.seed
+    assert first >= OWN_SEEDS
+    with torch.no_grad():
+        trainer.model.lm_head.weight.mul_(2.0)  # as when the best weights are restored
+    rollouts([PROMPT], trainer)
+    assert torch.equal(
+        rollouts.follower.engine.target.weights.lm_head, trainer.model.lm_head.weight
+    )
+    other = trainer_without_trl(rollouts, folder, temperature=0.5)
+    rollouts([PROMPT], other)
+    assert rollouts.follower.engine.decode.temperature == 0.5
+    assert torch.equal(rollouts.follower.engine.target.weights.lm_head, other.model.lm_head.weight)
+    assert rollouts.follower.seed == first + 2
 
 
 def stand_in(**changes: Any) -> Any:
