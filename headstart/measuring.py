@@ -12,6 +12,7 @@ from heads.api.config import build
 from heads.api.errors import UserError, suggest
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft_file import DRAFT_KEYS
 from inference.decoding.engine import Engine, as_list
 from inference.decoding.engine import Prompt as Given
 from inference.decoding.loading import checkpoint_folder
@@ -119,7 +120,7 @@ def arm(
     name: str, found: Found, target: TargetModel, decode: DecodeConfig, given: Mapping[str, Any]
 ) -> Arm:
     """The loaded drafter, with the draft that it was trained for, changed by the given settings."""
-    changes = {key: value for key, value in given.items() if key in found_by.DRAFT_KEYS}
+    changes = {key: value for key, value in given.items() if key in DRAFT_KEYS}
     own = found_by.draft_settings(found, decode, changes)
     path = "" if found.checkpoint is None else str(found.checkpoint)
     return Arm(name, found_by.load(found, target), own, path)

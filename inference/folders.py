@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
@@ -69,6 +70,7 @@ CHECKPOINT = (
     ADAPTER_WEIGHTS,
     MANIFEST_FILE,
     "decode.yaml",
+    "draft.json",
     "watch.json",
 )
 """A checkpoint's files, including those that later stages put beside its weights."""
@@ -192,7 +194,8 @@ def delete_own(folder: Path, stage: str, setting: str) -> None:
         return
     _move_aside(folder, _known(folder, stage))
     _announce(folder, stage, setting)
-    for path in folder.iterdir():
+    # the record last: after a kill it still says whose folder this is
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == RUN_FILE):
         if path.is_dir() and not path.is_symlink():
             _remove(path)
         elif not is_writer_file(path.name):  # this process holds the folder
@@ -252,6 +255,7 @@ def replace_part(out: Path, known: Collection[str]) -> Iterator[Path]:
     try:
         fresh.mkdir(parents=True)
         yield fresh
+        _flush(fresh)
         if out.is_dir():
             _move_aside(out, known)
         put(fresh, out)
@@ -379,6 +383,14 @@ def copy_plain(source: Path, out: Path) -> None:
         shutil.copy2(source / name, out / name)
 
 
+def _flush(folder: Path) -> None:
+    """Bring the files of a folder to the disk, so that a power failure leaves none empty."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
 def _announce(folder: Path, stage: str, setting: str) -> None:
     """Print what is deleted, and which setting asks for it."""
     files = [path for path in folder.rglob("*") if not path.is_dir()]
@@ -460,7 +472,7 @@ def _files(folder: Path) -> Iterator[str]:
     and the files of writers."""
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        passing = is_writer_file(path.name) or path.name.endswith(PARTIAL)
-        passing = passing or bool(set(relative.parts) & set(CACHES))
+        passing = is_writer_file(path.name) or bool(set(relative.parts) & set(CACHES))
+        passing = passing or any(part.endswith(PARTIAL) for part in relative.parts)
         if not passing and (path.is_symlink() or not path.is_dir()):
             yield relative.as_posix()

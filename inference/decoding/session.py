@@ -67,6 +67,8 @@ class Session:
             )
         self.engine, self.capacity = engine, capacity
         self._stack, self._tools = ExitStack(), ExitStack()
+        self._late: list[Completion] = []
+        """Completions that ended while the drafter was changed, and were not returned yet."""
         slots = capacity + engine.tree.num_nodes + 1
         widest = min(decode.prefill_chunk, capacity)
         engine.require_memory(decode.batch_size, slots, widest, own=True)
@@ -110,7 +112,8 @@ class Session:
         what `decode` asks for, and for one that does not fit into memory.
         """
         self.check_drafter(drafter)
-        return self._go_on(drafter, None)
+        self._go_on(drafter, None)
+        return self._take_late()
 
     def pair_with(
         self, drafter: Any, choose: Callable[[Request], bool] = lambda request: True
@@ -131,22 +134,25 @@ class Session:
         require_pair(pair, target, self.engine.decode, self.engine.tree)
         blank = self.lanes.blank_state(drafter)
         arms = torch.zeros(self.lanes.count, dtype=torch.bool, device=target.device)
-        ended = self._run.drain()
-        return ended + self._go_on(pair, PairState(self.lanes.state, blank, arms))
+        self._late += self._run.drain()
+        self._go_on(pair, PairState(self.lanes.state, blank, arms))
+        return self._take_late()
 
     def settle(self, second: bool) -> list[Completion]:
         """Continue with only one drafter of a pair, in all rows. The state of rows that drafted
         with the other is rebuilt. Returns the completions that ended meanwhile."""
         pair = self.engine.drafter
         assert isinstance(pair, DrafterPair), "one drafter drafts alone"
-        ended, state = self._run.drain(), self.lanes.state
+        self._late += self._run.drain()
+        state = self.lanes.state
         kept = state.second if second else state.first
         drafter = pair.second if second else pair.first
 
         def lost(arm: int | None) -> bool:
             return bool(arm) != second
 
-        return ended + self._go_on(drafter, kept, lost)
+        self._go_on(drafter, kept, lost)
+        return self._take_late()
 
     def check_drafter(self, drafter: Any) -> None:
         """Raise `UserError` for a drafter that cannot draft here."""
@@ -162,8 +168,10 @@ class Session:
 
     def _go_on(
         self, drafter: Any, state: Any, lost: Callable[[int | None], bool] = lambda arm: False
-    ) -> list[Completion]:
-        ended, engine = self._run.drain(), self.engine
+    ) -> None:
+        """If this fails, the drafter is the one before, and the next step returns what ended."""
+        self._late += self._run.drain()
+        engine = self.engine
         before = engine.drafter, self.lanes.state
         try:
             self._prepare(drafter)
@@ -172,7 +180,10 @@ class Session:
             self._prepare(before[0])
             self.lanes.change_drafter(*before, {})
             raise
-        return ended
+
+    def _take_late(self) -> list[Completion]:
+        late, self._late = self._late, []
+        return late
 
     def _prepare(self, drafter: Any) -> None:
         """Make `drafter` the engine's, set up for decoding."""
@@ -184,8 +195,8 @@ class Session:
 
     @property
     def unfinished(self) -> bool:
-        """Whether any request runs or waits."""
-        return self._run.unfinished
+        """Whether any request runs or waits, or has ended without being returned."""
+        return self._run.unfinished or bool(self._late)
 
     @property
     def running(self) -> int:
@@ -227,7 +238,8 @@ class Session:
         run = self._run
         if not run.unfinished:
             run.cancelled.clear()
-            return []
+            return self._take_late()
         if not run.waiting:
             run.close_ranks()
-        return self.engine.advance(run)
+        ended = self.engine.advance(run)
+        return self._take_late() + ended

@@ -65,8 +65,11 @@ class DrafterFolder:
         if self.swaps.trial() is not None:
             return
         self._done = newest
-        with suppress(UserError):  # which was logged
+        try:
             self.swaps.install(newest[0])
+        except UserError:  # which was logged
+            if self.swaps.trial() is not None:  # it began meanwhile; try again after it
+                self._done = None
 
 
 def newest_checkpoint(folder: Path) -> Seen | None:
@@ -77,7 +80,7 @@ def newest_checkpoint(folder: Path) -> Seen | None:
             continue
         best = child / "best"
         checkpoint = best if (best / CONFIG_FILE).is_file() else child
-        with suppress(FileNotFoundError):  # it is being removed
+        with suppress(OSError):  # a file, or a folder that is being removed
             written = (checkpoint / CONFIG_FILE).stat().st_mtime_ns
             found.append((written, checkpoint))
     if not found:

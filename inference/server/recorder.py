@@ -47,7 +47,10 @@ class Recorder:
             waited += look
             if waited >= self.seconds or any(one.due for one in (self.log, self.samples) if one):
                 waited = 0.0
-                self.flush()
+                try:
+                    self.flush()
+                except Exception:  # what was to be written is lost; the next rows are not
+                    logger.exception("rows of records or samples cannot be written")
 
     def flush(self) -> None:
         """Write everything that is buffered."""

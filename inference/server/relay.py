@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -46,7 +47,11 @@ the front writes."""
 REPLACED = frozenset((b"host", b"content-length", b"accept-encoding"))
 """Headers of a request that the relay writes itself."""
 STORE_HEADER, DOMAIN_HEADER = b"x-headstart-store", b"x-headstart-domain"
-ENDED = frozenset(("stop", "length"))
+ENDED = {"stop": "stop", "length": "length", "tool_calls": "stop"}
+"""How an engine says that an answer has ended, and how samples say it."""
+LARGEST_ID = 2**31 - 1
+NESTED = (ValueError, RecursionError)
+"""Raised by `json` for text that is not JSON, or is nested too deeply."""
 LARGEST_READ = 64 << 20
 """Bytes of an answer that is read for its token ids; a longer one is not sampled."""
 CONNECT_SECONDS = 10.0
@@ -69,6 +74,8 @@ class AnswerReader:
     def __init__(self, stream: bool) -> None:
         self.stream, self.readable = stream, True
         self.choices: dict[int, Choice] = {}
+        self.ids = False
+        """Whether there are any token ids."""
         self._prompt: list[int] = []
         self._rest, self._bytes = bytearray(), 0
 
@@ -96,16 +103,26 @@ class AnswerReader:
     def _read(self, data: bytes | bytearray) -> None:
         try:
             self._take(json.loads(data))
-        except (ValueError, KeyError, TypeError, AttributeError):  # not what vLLM sends
+        except (*NESTED, KeyError, TypeError, AttributeError):  # not what vLLM sends
             self.readable = False
 
     def _take(self, event: Json) -> None:
-        self._prompt = event.get("prompt_token_ids") or self._prompt
+        self._prompt = token_ids(event.get("prompt_token_ids")) or self._prompt
         for part in event.get("choices") or ():
             choice = self.choices.setdefault(part["index"], Choice())
-            choice.prompt = part.get("prompt_token_ids") or choice.prompt or self._prompt
-            choice.tokens += part.get("token_ids") or ()
-            choice.finish = part.get("finish_reason") or choice.finish
+            given = token_ids(part.get("prompt_token_ids"))
+            choice.prompt = given or choice.prompt or self._prompt
+            choice.tokens += token_ids(part.get("token_ids"))
+            choice.finish = str(part.get("finish_reason") or choice.finish)
+            self.ids = self.ids or bool(choice.tokens)
+
+
+def token_ids(given: Any) -> list[int]:
+    """A list of token ids of an answer; None is an empty one. Raises `ValueError` for others."""
+    found = list(given or ())
+    if not all(type(token) is int and 0 <= token <= LARGEST_ID for token in found):
+        raise ValueError("not a list of token ids")
+    return found
 
 
 @dataclass(frozen=True)
@@ -136,6 +153,8 @@ class Relay:
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=url.scheme == "https",
+            # no cookie of one client for another: clients send their own
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
         )
         self._log = QuietLog(logger)
 
@@ -167,7 +186,7 @@ class Relay:
         allowed = dict(scope["headers"]).get(STORE_HEADER, b"true").strip().lower() == b"true"
         try:
             asked = json.loads(body)
-        except ValueError:  # the engine says what is wrong with it
+        except NESTED:  # the engine says what is wrong with it
             return Passing(body)
         if not (isinstance(asked, dict) and allowed and asked.get("store") is not False):
             return Passing(body)
@@ -204,7 +223,11 @@ class Relay:
             whole = True
         finally:  # a client that has its text may leave before the engine has closed the stream
             if passing.sampled is not None and answer.status_code == httpx.codes.OK:
-                self._sample(scope, passing.sampled, reader.end(), whole)
+                found = reader.end()
+                if whole and not reader.ids:
+                    why = "sampling needs vLLM 0.10.2 or newer (return_token_ids)"
+                    self._log.note("an answer has no token ids", why)
+                self._sample(scope, passing.sampled, found)
             await answer.aclose()
 
     async def _answer(self, answer: httpx.Response, reader: AnswerReader, send: Send) -> None:
@@ -221,11 +244,8 @@ class Relay:
             raise ApiError(502, "the engine has broken off its answer.") from error
         await send({"type": "http.response.body", "body": b""})
 
-    def _sample(self, scope: Message, asked: Json, choices: Sequence[Choice], whole: bool) -> None:
-        """Keep the choices of an answer that have ended. whole: the answer has, too."""
-        if whole and not choices:
-            why = "sampling needs vLLM 0.10.2 or newer (return_token_ids)"
-            self._log.note("an answer has no token ids", why)
+    def _sample(self, scope: Message, asked: Json, choices: Sequence[Choice]) -> None:
+        """Keep the choices of an answer that have ended."""
         heat = asked.get("temperature")
         given = dict(scope["headers"]).get(DOMAIN_HEADER)
         domain = self.domain(given.decode("latin-1") if given else None)
@@ -234,7 +254,7 @@ class Relay:
             name = uuid.uuid4().hex
             own = (name, domain, who, one.prompt, one.tokens, ())
             temperature = float(heat) if isinstance(heat, (int, float)) else 1.0
-            self.samples.add(SampledAnswer(*own, temperature, one.finish))
+            self.samples.add(SampledAnswer(*own, temperature, ENDED[one.finish]))
 
 
 async def _left(receive: Receive) -> None:
@@ -264,15 +284,25 @@ def run_relay(
 async def _run(
     relay: Relay, site: Site, listening: socket.socket, seconds: float, started: Callable[[], None]
 ) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop, ended, forced = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     front = HttpServer(site, listening)
 
     def end() -> None:
-        loop.call_soon_threadsafe(ended.set)
+        """The first signal lets open answers go on for a while, the second does not."""
+        (forced if ended.is_set() else ended).set()
 
-    with ended_by_signals(end):
+    def signalled() -> None:
+        loop.call_soon_threadsafe(end)
+
+    with ended_by_signals(signalled):
         front.start()
         started()
         await ended.wait()
-        await front.close(seconds)
+        closing = asyncio.create_task(front.close(seconds))
+        waiting = asyncio.create_task(forced.wait())
+        await asyncio.wait((closing, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            front.end_all()
+        await closing
+        waiting.cancel()
     await relay.client.aclose()

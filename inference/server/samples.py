@@ -1,10 +1,10 @@
 """Samples of a server's traffic for its learner: batches of whole answers with their verifications.
 
 The samples are a folder of records (`inference.verifications`) whose shards are numbered by the
-time of writing. Batch N is `verifications-N.parquet` and `sequences-N.parquet`; it is complete once
-the latter exists. The learner removes the batches that it reads. If the folder exceeds its size
-limit, the oldest batches are dropped. records.json names no drafter, since the drafter may change
-while the server runs.
+time of writing, in rising order. Batch N is `verifications-N.parquet` and `sequences-N.parquet`; it
+is complete once the latter exists. The learner removes the batches that it reads. If the folder
+exceeds its size limit, the oldest batches are dropped. records.json names no drafter, since the
+drafter may change while the server runs.
 
 Stored of a request: token ids of prompt and answer, domain, temperature, how it ended, and a hash
 of its client under a key that is drawn at the start and not stored. Never stored: the client's
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.decoding.requests import PassRecord
-from inference.manifest import write_json
+from inference.manifest import write_bytes, write_json
 from inference.verifications import (
     FACTS_FILE,
     FORMAT,
@@ -39,6 +39,8 @@ from inference.verifications import (
 
 logger = logging.getLogger(__name__)
 UNLIMITED = 1 << 62
+NEWEST_FILE = "newest"
+"""Contains the number of the last batch."""
 MOST_WAITING = 8 * ROWS_PER_SHARD
 """Most verifications that wait in memory for the next batch."""
 
@@ -73,6 +75,7 @@ class TrafficSamples:
         shared: RecordFacts = {"target": facts["target"], "rule": facts.get("rule", "match")}
         self._start_folder(shared)
         self._log = VerificationLog(folder, shared, UNLIMITED, held=None)
+        self._newest = newest(folder)
         self._lock = threading.Lock()
         self._waiting: list[SampledAnswer] = []
         self._passes = 0
@@ -117,8 +120,11 @@ class TrafficSamples:
             return
         for each in answers:
             self._record(each)
-        name = f"{time.time_ns():020d}"
+        # later than all before, also after a clock was set back
+        self._newest = max(time.time_ns(), self._newest + 1)
+        name = f"{self._newest:020d}"
         try:
+            write_bytes(self.folder / NEWEST_FILE, name.encode())
             self._log.flush(name)
         except OSError:
             remove_batch(self.folder, name)
@@ -142,6 +148,14 @@ class TrafficSamples:
             remove_batch(self.folder, oldest)
             del waiting[oldest]
             self.dropped += 1
+
+
+def newest(folder: Path) -> int:
+    """The number of the last batch that was written, also if it was removed since; 0 if none."""
+    found = 0
+    with suppress(OSError, ValueError):
+        found = int((folder / NEWEST_FILE).read_bytes())
+    return max([found, *(int(name) for name in batches(folder) if name.isdigit())])
 
 
 def batches(folder: Path) -> list[str]:

@@ -80,6 +80,7 @@ class TargetModel:
         self._head = ExactHead(self.weights.logits)
         self.exact = self._prepared = False
         """Whether verifications compute token by token, see `computing`."""
+        self._last_position = _last_learned_position(model, info)
         self._in_place = InPlace(model)
         self.version = 0
         """How often the weights have changed, see `follow`."""
@@ -336,8 +337,11 @@ class TargetModel:
             writer.slots = lengths[:, None] + torch.arange(nodes, device=tokens.device)
             plan = self._device_plan(tree, positions, lengths, writer.bound)
         now = TreePass(cache.states, tree) if isinstance(cache, RecurrentCache) else None
+        last, places = self._last_position, positions
+        if last is not None:  # nodes behind it are never committed
+            places = positions.clamp(max=last)
         with exactly(self.exact):
-            seen = self._run(tokens, positions, plan, cache, needs.taps, now)
+            seen = self._run(tokens, places, plan, cache, needs.taps, now)
             return self._head(seen.last_hidden), positions, seen
 
     def _device_plan(
@@ -426,6 +430,14 @@ def _ragged_plan(tree: TokenTree, positions: Tensor, lengths: Tensor, bound: int
     in_tree = in_tree & ((node >= 0) & (node < nodes))[:, None, :]
     key_positions = torch.where(node < 0, slots[None], positions.gather(1, clamped))
     return AttentionPlan(in_tree | (node < 0)[:, None, :], False, positions, key_positions)
+
+
+def _last_learned_position(model: Any, info: TargetInfo) -> int | None:
+    """The last position of a model that learned a vector for each, as GPT-2; None for others."""
+    longest = info.max_position_embeddings
+    sizes = [part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)]
+    # OPT's table has two rows more
+    return longest - 1 if any(longest <= size <= longest + 2 for size in sizes) else None
 
 
 def _own_logits(model: Any, length: int) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from heads.api.reading import read_yaml_object, require_object
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import DECODE_FILE, advice
+from inference.decoding.draft_file import DRAFT_KEYS, read_draft
 from inference.folders import is_temporary
 from inference.hub.fetch import REVISION, fetch, is_published_name
 from inference.integrity import CHECKED, require_unchanged
@@ -41,8 +42,6 @@ ALL = "all"
 SWEPT = "@"
 """Separates a row's name and its learning rate in the names of drafters that `loop.sweep`
 trains."""
-DRAFT_KEYS = ("shape", "depth", "choices", "nodes", "width", "candidates", "depth_penalty")
-"""The decode settings that belong to a drafter (its draft) and not to the measurement."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,12 @@ class Found:
         return folder if folder is not None and (folder / CONFIG_FILE).is_file() else None
 
     def trained_with(self, group: str) -> dict[str, Any]:
-        """A group of the settings that it was trained with; empty if they are not available."""
+        """A group of the settings that it was trained with; empty if they are not available. Of
+        `decode`, a checkpoint that stands alone has the draft."""
         folder = self.stage_folder
         if not folder:
-            return {}
+            alone = group == "decode" and self.checkpoint is not None
+            return read_draft(self.folder) if alone else {}
         return require_object(read_stage_config(folder).get(group) or {}, f"{group} in '{folder}'")
 
 

@@ -48,8 +48,8 @@ def run(settings: Settings) -> None:
             "`serve`)."
         ) from error
     config = settings.learn
-    if config.with_parent:
-        end_with(os.getppid())
+    if config.parent:
+        end_with(config.parent)
     prepare_process(settings.run)
     logging.basicConfig(format="%(asctime)s learn: %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -190,7 +190,7 @@ def start_learner(
 ) -> subprocess.Popen[bytes]:
     """Start a learner with the server's own settings and `serve.learn_settings`. whom: settings
     that say for which server; tokens: environment variables that it needs."""
-    more = [*whom, f"learn.folder='{folder.resolve()}'", "learn.with_parent=true"]
+    more = [*whom, f"learn.folder='{folder.resolve()}'", f"learn.parent={os.getpid()}"]
     derived = settings.derive("learn", before=settings.serve.learn_settings, more=more)
     path = folder / SETTINGS_FILE
     write_settings(derived, path)

@@ -180,6 +180,31 @@ def test_what_is_deleted_is_named_and_what_is_not_ours_is_moved_aside(
     assert f"run.overwrite: deleting '{own}', which stage 'train' wrote (3 files," in caplog.text
 
 
+def test_after_a_kill_a_half_deleted_folder_still_says_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    write_json(folder / "run.json", {"format": 1, "stage": "learn"})
+    (folder / "validation.jsonl").write_text("")
+    unfinished = folder / "train.12-ab@host.partial"
+    unfinished.mkdir()
+    (unfinished / "state.pt").write_bytes(b"x")
+
+    unlink = Path.unlink
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        unlink(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_own(folder, "learn", "learn")
+    assert stage_of(folder) == "learn" and not (folder / "validation.jsonl").exists()
+    delete_own(folder, "learn", "learn")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("part", "own"),
     [

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,12 @@ import httpx
 import pytest
 
 from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft_file import write_draft
 from inference.server.config import ADMIN_VARIABLE, ServeConfig
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
+from scripts.run.drafters import Found, draft_settings
 from scripts.stages import relay
 from scripts.stages.learn import exporting, learning_rate, sampled_folder
 from scripts.stages.serve import admin_for
@@ -312,6 +316,15 @@ def test_sampling_for_another_learner_needs_a_token_that_both_know(
     for wrong in ({"learn": True}, {"records_redact": True}):
         with pytest.raises(UserError, match=r"serve\.sample"):
             ServeConfig(sample=True, **wrong)
+
+
+def test_an_accepted_drafter_keeps_the_draft_that_it_was_trained_for(tmp_path: Path) -> None:
+    """Also in a server that is started again; Medusa's heads draft no further."""
+    accepted, decode = Found("0003", "medusa", tmp_path), DecodeConfig()
+    assert draft_settings(accepted, decode) == decode
+    write_draft(tmp_path, asdict(DecodeConfig(shape="tree", choices=((0,), (1,)))))
+    found = draft_settings(accepted, decode)
+    assert (found.shape, found.choices) == ("tree", ((0,), (1,)))
 
 
 def test_cycles_keep_the_rate_of_those_before(tmp_path: Path) -> None:

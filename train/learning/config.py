@@ -82,8 +82,8 @@ class LearnConfig:
     """Device on which candidates are trained and measured, such as cuda:1; empty: target.device."""
     keep: PositiveInt = 2
     """Number of accepted drafters that stay on disk."""
-    with_parent: bool = False
-    """End when the process that started the learner has ended; `headstart serve` sets this."""
+    parent: Count = 0
+    """End when this process has ended; 0: none. `headstart serve` sets it for its learner."""
     cycles: Count = 0
     """End after this many cycles; 0: never."""
     seed: Seed = 0

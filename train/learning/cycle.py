@@ -29,6 +29,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,10 @@ class Learner:
 
     def run(self) -> None:
         """Run until `learn.cycles` cycles have ended."""
+        last = self.journal.last(*STEPS)
+        if last is not None and last.event in ENDS:
+            with suppress(ServerGoneError):  # the next cycle cleans up, too
+                self._clean(last.cycle)
         while not self.done:
             if not self.attempt():
                 time.sleep(self.config.look_seconds)
@@ -194,7 +199,7 @@ class Learner:
         folder = self.settings.cycle(cycle)
         write_json(folder / RUN_FILE, {"stage": STAGE})
         write_cycle(self.samples, sampled, parts, folder)
-        return self._note(
+        self._note(
             COLLECTED,
             cycle,
             through=sampled.names[-1],
@@ -207,6 +212,8 @@ class Learner:
             clients=len({row["client"] for row in rows}),
             largest_client=largest_share(rows),
         )
+        self._remove_read(sampled.names[-1])
+        return True
 
     def _promising(self, serves: Path) -> Path | None:
         """The last cycle's candidate, if its comparison with the drafter that still serves ended
@@ -295,7 +302,8 @@ class Learner:
         if attempt > MOST_TRIES:
             raise CandidateError(f"{MOST_TRIES} comparisons were lost with their server")
         if self.server.trial() is not None:  # started by others, or by a learner killed since
-            self.server.end_trial(keep=False)
+            with suppress(UserError):  # it has ended meanwhile
+                self.server.end_trial(keep=False)
         candidate = self._candidate(cycle)
         self._note(TRIAL, cycle, attempt=attempt)
         try:
@@ -325,8 +333,6 @@ class Learner:
         candidate = self._candidate(last.cycle)
         own = state is not None and same_folder(state.candidate.drafter, candidate)
         if last.facts["verdict"] != BETTER:
-            if own:
-                self.server.end_trial(keep=False)
             shown, pairs = last.facts["verdict"], last.facts["pairs"]
             words = f"the comparison says '{shown}' after {pairs} pairs"
             if (answers := last.facts.get("answers", pairs)) > pairs:
@@ -345,17 +351,28 @@ class Learner:
         return True
 
     def _reject(self, cycle: int, why: str) -> bool:
+        self._end_trial_of(cycle)
         self._note(REJECTED, cycle, why=why)
         self._clean(cycle)
         return True
+
+    def _end_trial_of(self, cycle: int) -> None:
+        """End the comparison of the cycle's candidate, if it still runs."""
+        state = self.server.trial()
+        if state and same_folder(state.candidate.drafter, self.settings.candidate(cycle)):
+            with suppress(UserError):  # it has ended meanwhile
+                self.server.end_trial(keep=False)
 
     # What is kept
 
     def _clean(self, cycle: int) -> None:
         """Remove the work of ended cycles, and drafters that are not kept."""
         for folder in sorted((self.settings.folder / "cycles").glob("[0-9]*")):
-            if int(folder.name) <= cycle:
-                delete_own(folder, STAGE, "learn")
+            if folder.name.isdigit() and int(folder.name) <= cycle:
+                try:
+                    delete_own(folder, STAGE, "learn")
+                except UserError as error:  # what is left there harms no later cycle
+                    logger.warning("%s", error)
         taken = [one for one in self.journal.entries if one.event == SWAPPED]
         kept = {Path(one.facts["checkpoint"]).name for one in taken[-self.config.keep :]}
         serves = self.server.current()

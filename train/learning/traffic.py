@@ -117,13 +117,14 @@ def choose(rows: Sequence[Row], share: float, most: int) -> list[Row]:
         by_client[row["client"] or ""].append(row)
     counts = {name: sum(row["answer_length"] for row in own) for name, own in by_client.items()}
     limit, chosen = client_limit(counts.values(), share, most), set[str]()
-    for own in by_client.values():
-        taken = 0
-        for row in own:
-            if taken >= limit:
-                break
-            taken += row["answer_length"]
-            chosen.add(row["sequence"])
+    taken, total = dict.fromkeys(by_client, 0), 0
+    for row in reversed(rows):  # answers are taken whole: the last one of a client may pass c
+        client = row["client"] or ""
+        if taken[client] >= limit or total + row["answer_length"] > most:
+            continue
+        taken[client] += row["answer_length"]
+        total += row["answer_length"]
+        chosen.add(row["sequence"])
     return [row for row in rows if row["sequence"] in chosen]
 
 

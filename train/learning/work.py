@@ -22,8 +22,10 @@ from typing import Any
 
 from heads.api.checkpoint import build_config, load_drafter, read_config
 from heads.api.errors import UserError
+from heads.api.system_errors import FULL, WORDS
 from heads.api.target_info import TargetInfo
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft_file import write_draft
 from inference.decoding.requests import Completion
 from inference.folders import CHECKPOINT, copy_plain, replace_part
 from inference.manifest import checkpoint_hash
@@ -116,6 +118,7 @@ def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
     )
     with replace_part(out, CHECKPOINT) as fresh:
         copy_plain(folder / TRAINING / made["checkpoint"], fresh)
+        write_draft(fresh, asdict(settings.decode))
     cost = {"steps": made["steps"], "tokens": made["tokens"], "seconds": made["seconds"]}
     facts = {"checkpoint": str(out), "weights_sha256": checkpoint_hash(out)}
     return {**facts, **cost, "rate": settings.optim.lr}
@@ -197,7 +200,7 @@ def _run(
     try:
         answer = ("done", part(settings, number, start))
     except UserError as error:
-        answer = ("refused", str(error))
+        answer = ("full" if is_full(error) else "refused", str(error))
     except Exception as error:
         logger.exception("part '%s' of cycle %d failed", part.__name__, number)
         answer = ("full" if is_full(error) else "failed", f"{type(error).__name__}: {error}")
@@ -217,8 +220,11 @@ def end_with(parent: int) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that the disk is full. Libraries written in other languages raise their
-    own errors, with the system's words."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    """Whether an error, or its cause, says that the disk is full. Libraries written in other
+    languages raise their own errors, with the system's words; ours for people have ours."""
+    if isinstance(error, OSError) and error.errno in FULL:
         return True
-    return os.strerror(errno.ENOSPC).lower() in str(error).lower()
+    words = [text for number in FULL for text in (os.strerror(number), WORDS[number][0])]
+    if any(text.lower() in str(error).lower() for text in words):
+        return True
+    return error.__cause__ is not None and is_full(error.__cause__)

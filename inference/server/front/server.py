@@ -94,6 +94,11 @@ class HttpServer:
                 task.cancel()
             await asyncio.gather(*rest, return_exceptions=True)
 
+    def end_all(self) -> None:
+        """End all connections at once; `close` then returns."""
+        for task in set(self._tasks):
+            task.cancel()
+
     def _accept(self) -> None:
         for _ in range(AT_ONCE):
             try:

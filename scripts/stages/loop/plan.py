@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
+from inference.decoding.draft_file import DRAFT_KEYS
 from scripts.config.compose import parse
 from scripts.config.schema import Settings, understands
 from scripts.config.stages import STAGES
-from scripts.run.drafters import DRAFT_KEYS
 from scripts.run.folder import stage_folder
 from scripts.run.process import shown
 from scripts.stages.loop.steps import Step, derive_generation

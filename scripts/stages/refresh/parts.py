@@ -14,6 +14,7 @@ from heads.api.checkpoint import build_config, load_drafter, read_config
 from heads.api.errors import UserError
 from heads.api.reading import read_object, require_fit
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft_file import DRAFT_KEYS
 from inference.decoding.engine import Engine
 from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, write_json
@@ -22,7 +23,7 @@ from inference.measure.prompts import select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
-from scripts.run.drafters import DRAFT_KEYS, Found
+from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import is_main_process
 from scripts.run.prompts import load

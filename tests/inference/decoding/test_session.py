@@ -174,6 +174,45 @@ def test_cancelled_requests_free_their_rows(lag: int) -> None:
     assert found == {item.index: alone(item) for item in items[1:5]}
 
 
+def test_a_change_that_fails_loses_no_answer_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a lag, answers end while the steps before the change are read."""
+    target, items = random_target(), mixed(8)
+    engine = Engine(target, drafter_of("distilled", target), DecodeConfig(batch_size=2, lag=2))
+    done = []
+    with Session(engine, 60) as session:
+
+        def full(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(session._run, "change_drafter", full)
+        for item in items:
+            session.add(item)
+        while session.unfinished:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                session.change_drafter(drafter_of("distilled", target))
+            done += session.step()
+    assert {one.request.index: one.tokens for one in done} == {
+        item.index: alone(item) for item in items
+    }
+
+
+def test_drafts_may_reach_beyond_the_last_learned_position() -> None:
+    target = random_target("gpt2")
+    longest = target.info.max_position_embeddings
+    request = Request(0, tuple(3 + n % 90 for n in range(longest - 5)), 1, 5)
+    config = DecodeConfig(depth=4, shape="none")
+    (plain,) = Engine(target, None, config).run([request])
+    drafted = Engine(target, drafter_of("medusa", target), replace(config, shape="chain"))
+    with Session(drafted, longest) as session:
+        session.add(request)
+        done = []
+        while session.unfinished:
+            done += session.step()
+    assert [one.tokens for one in done] == [plain.tokens]
+
+
 def test_what_a_session_refuses() -> None:
     target = random_target()
     with pytest.raises(

@@ -288,6 +288,39 @@ def test_an_address_must_be_one(engine: Engine, tmp_path: Path) -> None:
         Relay("localhost:8000", samples, ServeConfig().domain)
 
 
+def test_a_cookie_of_one_client_is_not_sent_for_another(engine: Engine, tmp_path: Path) -> None:
+    cookies = []
+
+    async def engine_with_cookies(scope: Message, receive: Receive, send: Send) -> None:
+        cookies.append(dict(scope["headers"]).get(b"cookie"))
+        head = [(b"set-cookie", b"session=first")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    site = Site(engine_with_cookies)
+    with fronted(site) as base, relayed(engine, base, tmp_path / "t") as found:
+        answer = httpx.get(f"{found.base}/v1/models")
+        assert answer.headers["set-cookie"] == "session=first"
+        httpx.get(f"{found.base}/v1/models")
+        httpx.get(f"{found.base}/v1/models", headers={"cookie": "session=own"})
+    assert cookies == [None, None, b"session=own"]
+
+
+def test_nested_json_is_the_engines_to_refuse(served: Running, before: Relayed) -> None:
+    body = b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+    answers = [
+        httpx.post(f"{base}/v1/completions", content=body) for base in (served.base, before.base)
+    ]
+    assert answers[0].status_code == answers[1].status_code == 400
+
+
+def test_an_answer_that_calls_a_tool_is_a_sample_that_has_ended() -> None:
+    reader = AnswerReader(stream=False)
+    choice = {"index": 0, "prompt_token_ids": [1], "token_ids": [2], "finish_reason": "tool_calls"}
+    reader.feed(json.dumps({"choices": [choice]}).encode())
+    assert [one.finish for one in reader.end()] == ["tool_calls"] and reader.ids
+
+
 # Reading
 
 
@@ -323,6 +356,11 @@ def test_a_stream_is_read_however_it_is_cut(size: int) -> None:
         b'{"choices": [{"index": 0, "token_ids": [1], "finish_reason": "stop"}]}',
         b'{"choices": [{"index": 0, "token_ids": 5, "prompt_token_ids": [1]}]}',
         b'{"choices": {"index": 0}}',
+        b'{"choices": [{"index": 0, "token_ids": ["5"], "prompt_token_ids": [1]}]}',
+        b'{"choices": [{"index": 0, "token_ids": [1.0], "prompt_token_ids": [1]}]}',
+        b'{"choices": [{"index": 0, "token_ids": [4294967296], "prompt_token_ids": [1]}]}',
+        b'{"choices": [{"index": 0, "token_ids": [1], "prompt_token_ids": [1], "finish_reason": []}]}',
+        b"[" * 10_000,
         b"[1, 2]",
     ],
 )

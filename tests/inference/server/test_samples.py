@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from inference.decoding.engine import Engine
-from inference.server.samples import SampledAnswer, TrafficSamples, batch_bytes, batches
+from inference.server.recorder import Recorder
+from inference.server.samples import (
+    SampledAnswer,
+    TrafficSamples,
+    batch_bytes,
+    batches,
+    remove_batch,
+)
 from inference.verifications import SEQUENCES, VERIFICATIONS, read_table, record_facts
 from tests.inference.server.running import MODEL, Running, serving
+from tests.waiting import until
 
 
 def ask(running: Running, number: int, **more: Any) -> Any:
@@ -96,6 +105,38 @@ def test_the_oldest_batches_make_room_and_numbers_never_come_again(
     assert table.num_rows == len(answers)
 
 
+def test_a_clock_that_is_set_back_makes_no_batch_older(
+    engine: Engine, answers: list[SampledAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner has read up to a batch, and removes older ones unread."""
+    facts = record_facts(engine, "d")
+    first = TrafficSamples(tmp_path, facts, 10**9, 1.0)
+    first.add(answers[0])
+    first.flush()
+    (read,) = batches(tmp_path)
+    remove_batch(tmp_path, read)
+    monkeypatch.setattr("inference.server.samples.time.time_ns", lambda: int(read) - 10**12)
+    for again in (False, True):  # by the same server, and by one that is started again
+        samples = TrafficSamples(tmp_path, facts, 10**9, 1.0) if again else first
+        samples.add(answers[1])
+        samples.flush()
+    assert len(batches(tmp_path)) == 2 and read < min(batches(tmp_path))
+
+
+def test_an_error_of_one_batch_does_not_end_the_recorder(
+    engine: Engine, answers: list[SampledAnswer], tmp_path: Path
+) -> None:
+    samples = TrafficSamples(tmp_path, record_facts(engine, "d"), 10**9, 1.0)
+    recorder = Recorder(None, samples, None, seconds=0.01)
+    recorder.start()
+    samples.add(replace(answers[0], tokens=["not a token"]))
+    until(lambda: not samples._waiting)
+    samples.add(answers[1])
+    until(lambda: bool(batches(tmp_path)))
+    recorder.stop()
+    assert read_table(tmp_path, SEQUENCES)["sequence"].to_pylist() == ["s1"]
+
+
 def test_a_full_disk_loses_the_batch_that_it_met_and_no_other(
     engine: Engine, answers: list[SampledAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +148,7 @@ def test_a_full_disk_loses_the_batch_that_it_met_and_no_other(
 
     def full(file: int) -> None:
         calls.append(file)
-        if len(calls) == 2:  # between the two files of a batch
+        if len(calls) == 3:  # between the two files of a batch, after the number
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plain(file)
 

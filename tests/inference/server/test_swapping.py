@@ -284,6 +284,31 @@ def test_the_newest_checkpoint_of_a_watched_folder_is_taken_and_a_bad_one_told_o
         DrafterFolder(swaps, tmp_path / "nowhere")
 
 
+def test_files_in_a_watched_folder_and_a_trial_that_begins_meanwhile_lose_no_checkpoint(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text("notes")
+    decode = DecodeConfig(batch_size=2, depth=3, max_new_tokens=8)
+    with serving(Engine(target, load_drafter("ngram", target), decode)) as found:
+        swaps = found.service.swaps
+        folder = DrafterFolder(swaps, tmp_path)
+        checkpoint(tmp_path / "one", target, "eagle3")
+        folder.look()
+        install = swaps.install
+
+        def begins(path: Path) -> None:
+            swaps.start_trial(tmp_path / "one")
+            install(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(swaps, "install", begins)
+            folder.look()
+        swaps.end_trial(keep=False)
+        assert swaps.current() == GIVEN
+        folder.look()
+        assert swaps.current() == str(tmp_path / "one")
+
+
 def test_a_server_looks_at_its_folder_by_itself(
     target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads.api.errors import UserError
+from heads.api.system_errors import explained
+from inference.decoding.draft_file import read_draft
 from inference.server.samples import batches
 from tests.train.learning.traffic import StandIn, cycle_settings, prepare
 from train.learning import work
@@ -77,6 +79,7 @@ def test_a_cycle_brings_a_better_drafter_to_the_server(
     assert facts["trained"]["steps"] == 8
     assert facts["measured"]["after"]["tau"] > facts["measured"]["before"]["tau"]
     candidate = Path(facts["swapped"]["checkpoint"])
+    assert read_draft(candidate)["depth"] == cycle_settings(place, folder).decode.depth
     assert server.swaps == [str(candidate)] and last_taken(found) == candidate
     before = load_file(place / "drafter" / "model.safetensors")
     after = load_file(candidate / "model.safetensors")
@@ -277,6 +280,43 @@ def test_a_candidate_that_has_changed_on_disk_is_rejected(
     found = learn(settings, server, run)
     assert found[-1].event == "rejected" and "changed" in found[-1].facts["why"]
     assert not server.trials
+
+
+def test_a_candidate_that_changes_during_its_comparison_is_tried_no_longer(
+    place: Path, candidate: Path, tmp_path: Path
+) -> None:
+    folder = new_folder(place, tmp_path / "learn")
+    settings = cycle_settings(place, folder, most_pairs=10**6)
+    server = StandIn(place / "drafter", gain=0.0)
+    found = learn(settings, server, replaying(candidate, Counter()))
+    assert events(found)[-1] == "trial" and server.running
+    (folder / "drafters" / "0001" / "model.safetensors").write_bytes(b"changed")
+    assert events(learn(settings, server))[-1] == "rejected"
+    assert server.running is None
+
+
+def test_what_a_kill_leaves_of_an_ended_cycle_stops_no_later_one(
+    place: Path, candidate: Path, tmp_path: Path
+) -> None:
+    folder = new_folder(place, tmp_path / "learn")
+    nobodys, aside = folder / "cycles" / "0000", folder / "cycles" / "0000.aside-20260101"
+    for left in (nobodys, aside):
+        left.mkdir(parents=True)
+        (left / "answers.parquet").write_bytes(b"x")
+    settings = cycle_settings(place, folder, cycles=1)
+    found = learn(settings, StandIn(place / "drafter"), replaying(candidate, Counter()))
+    assert events(found)[-1] == "swapped"
+    assert {path.name for path in (folder / "cycles").iterdir()} == {nobodys.name, aside.name}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_known_by_its_words_and_by_its_cause(number: int) -> None:
+    full = OSError(number, os.strerror(number), "state.pt")
+    wrapped = UserError("the state cannot be saved")
+    wrapped.__cause__ = full
+    for error in (full, wrapped, UserError(f"not saved: {explained(full)}")):
+        assert work.is_full(error)
+    assert not work.is_full(UserError("the drafter is of another target"))
 
 
 def test_what_the_server_refuses_is_rejected(place: Path, candidate: Path, tmp_path: Path) -> None:

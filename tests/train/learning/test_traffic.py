@@ -89,6 +89,12 @@ def test_the_newest_answers_are_taken_within_the_budget() -> None:
     assert [row["sequence"] for row in chosen if row["client"] == "a"] == newest
 
 
+def test_the_budget_holds_with_any_number_of_clients() -> None:
+    given = rows({f"client {n}": 3 for n in range(50)})
+    chosen = choose(given, 0.25, 205)
+    assert sum(tokens_of(chosen).values()) == 200 and chosen[-1] == given[-1]
+
+
 def test_equal_prompts_are_on_one_side_and_each_is_held_out_once() -> None:
     config = LearnConfig(held_out=0.4)
     given = rows({"a": 100, "bb": 100, "ccc": 100})
