@@ -19,6 +19,9 @@ from torch import Tensor
 from heads.api.config import build
 from heads.api.errors import UserError
 
+UNKNOWN_REVISION = "unknown"
+"""Revision of a Hub model of which no commit is known."""
+
 
 @dataclass(frozen=True)
 class TargetInfo:
@@ -27,7 +30,8 @@ class TargetInfo:
     id: str
     """Hub id or the path it was loaded from."""
     revision: str
-    """Commit hash on the Hub, or `sha256:` of the weights' headers and sizes for a local folder."""
+    """Commit hash on the Hub (`UNKNOWN_REVISION` if none is known), or `sha256:` of the weights'
+    headers and sizes for a local folder."""
     model_type: str
     tokenizer_hash: str
     """Hash of vocabulary and special tokens: with the same hash, token ids mean the same."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -152,7 +152,8 @@ class Endpoint:
             return None
         try:
             found = answer.json()
-            return int(found.get("count") or len(found["tokens"]))
+            # llama.cpp expects the text as `content`, and finds no tokens without it
+            return int(found.get("count") or len(found["tokens"])) or None
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -172,7 +173,7 @@ class Endpoint:
                 if not response.is_success:
                     await response.aread()
                     self._check(response)
-                async for line in response.aiter_lines():
+                async for line in lines_of(response):
                     data = line.removeprefix("data:").strip()
                     if not line.startswith("data:") or not data:
                         continue
@@ -207,6 +208,8 @@ class Endpoint:
             )
         answer.last |= {name: value for name, value in event.items() if value is not None}
         for choice in event.get("choices") or []:
+            if choice.get("finish_reason") == "abort":  # paused, put to sleep or shut down
+                raise PassingError(f"{self.base} aborted an answer")
             delta = choice.get("delta") or {}
             text = choice.get("text") or delta.get("content") or ""
             text += delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -261,6 +264,18 @@ class Endpoint:
         text = said if isinstance(said, str) else json.dumps(said)
         text = text.replace(self._key, "***") if self._key else text
         return " ".join(text.split())[:QUOTED]
+
+
+async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
+    """The lines of a stream of server-sent events. httpx's own lines also end at separators of
+    Unicode, which an answer may contain."""
+    rest = ""
+    async for part in response.aiter_text():
+        *lines, rest = (rest + part).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
+    if rest:
+        yield rest
 
 
 def steps_of(arrivals: Sequence[float], share: float = 0.25) -> int:

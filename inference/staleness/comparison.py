@@ -272,7 +272,7 @@ def with_system(prompts: Sequence[Prompt], system: str) -> list[Prompt]:
                 "can be put before it. Give messages."
             )
         rest = [message for message in prompt.messages if message["role"] != "system"]
-        found.append(Prompt(prompt.id, prompt.domain, messages=(first, *rest)))
+        found.append(replace(prompt, messages=(first, *rest)))
     return found
 
 

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 from prometheus_client.samples import Sample
@@ -99,7 +100,8 @@ class Windows:
                 f"{ADVICE}"
             )
         now = read_domains(samples, engine)
-        if not any(acceptance(look, 0, 0) for look in now.values()):
+        # a server that was restarted may have counted nothing yet
+        if not self.before and not any(acceptance(look, 0, 0) for look in now.values()):
             counters = ", ".join(sorted(engine.speculation))
             raise UserError(
                 f"watch.metrics: {where} has no {counters}, so this server ({engine.name}) serves "
@@ -211,12 +213,18 @@ def _by_time(samples: Sequence[Sample]) -> list[tuple[float | None, list[Sample]
 # A running server
 
 
+def places_of(address: str) -> tuple[str, str]:
+    """The server and, if the address names them, its metrics; otherwise an empty text."""
+    url = urlsplit(address)
+    path, named, _ = url.path.partition("/metrics")
+    return f"{url.scheme}://{url.netloc}{path}", address if named else ""
+
+
 def follow(config: WatchConfig, address: str, windows: Windows) -> Iterator[list[str]]:
     """Scrape a server's metrics every `watch.every` seconds for `watch.seconds`; yields the domains
     of which a window was finished. Raises `UserError` if the server does not answer several times
     in a row."""
-    base, _, path = address.partition("/metrics")
-    metrics = address if path or address.endswith("/metrics") else ""
+    base, metrics = places_of(address)
     with asyncio.Runner() as runner:
         endpoint = Endpoint(base, "watch.metrics", config.key_variable, config.timeout, metrics)
         clock = runner.get_loop().time

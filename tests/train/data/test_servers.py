@@ -3,7 +3,9 @@ refused, nothing lost or doubled."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import threading
 import time
@@ -123,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, json.dumps(full)[:20])
         if fault == "other prompt":
             full["choices"][0]["prompt_token_ids"] = [1]
+        if fault == "abort":
+            full["choices"][0] |= {"finish_reason": "abort", "token_ids": said(body["prompt"])[:2]}
         if fault == "foreign":
             full["choices"][0]["token_ids"] = [10**6]
         return self.reply(200, full)
@@ -201,6 +205,7 @@ def test_token_ids_go_in_and_come_out(protocol, monkeypatch):
 
 def test_faults_that_pass_are_waited_out():
     faults = {0: 429, 1: 500, 2: "drop", 3: "hang", 4: "half", 7: 503, 9: 502, 10: 429, 12: "drop"}
+    faults[14] = "abort"  # a server that is paused
     standin = Standin(faults=faults)
     found = sample(standin)
     assert all(found[r.index].tokens == [*said(r.tokens), EOS] for r in REQUESTS)
@@ -257,6 +262,19 @@ def test_a_server_that_cannot_be_used_is_refused_before_the_start(standin, optio
     assert standin.count == 0
 
 
+def test_an_error_of_this_side_ends_the_run_and_nobody_waits(monkeypatch):
+    """Such as states that do not fit on the disk."""
+
+    def full(self, server, request):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "states")
+
+    with serving(Standin()) as address:
+        pool = ServerPool(settings(address), FACTS)
+        monkeypatch.setattr(ServerPool, "_answer", full)
+        with pytest.raises(OSError, match="No space left"):
+            list(pool.sample(REQUESTS))
+
+
 def test_nobody_there_is_one_clear_sentence():
     with pytest.raises(UserError, match=r"/v1/models does not answer: .*Is the server up\?"):
         ServerPool(settings("http://127.0.0.1:9", retries=1), FACTS)
@@ -304,6 +322,7 @@ def test_vllm_in_this_process_is_asked_with_ids(monkeypatch):
     class LLM:
         def __init__(self, **arguments):
             seen["engine"] = arguments
+            self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=8))
 
         def generate(self, prompts, settings, use_tqdm):
             return [SimpleNamespace(outputs=[self.one(prompt)]) for prompt in prompts]
@@ -322,6 +341,10 @@ def test_vllm_in_this_process_is_asked_with_ids(monkeypatch):
     backend = VllmBackend(sampling, FACTS, TargetConfig("some/model"))
     found = list(backend.sample(REQUESTS[:3]))
     assert [outcome.tokens for outcome in found] == [[*said(r.tokens), EOS] for r in REQUESTS[:3]]
+    long = Request(7, (5,) * 8, 7, 6)  # leaves no room for an answer
+    refused, answered = backend.sample([long, REQUESTS[0]])
+    assert isinstance(refused, Refused) and "takes 7 tokens of a prompt" in refused.reason
+    assert answered.request is REQUESTS[0]
     assert seen["engine"]["tensor_parallel_size"] == 2
     assert seen["sampling"]["detokenize"] is False
     monkeypatch.setitem(sys.modules, "vllm", None)

@@ -23,12 +23,14 @@ import train.features.servers as servers
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
+from heads.api.target_info import UNKNOWN_REVISION
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.train.features.test_store import job
 from tests.train.features.vllm_stub import Stub, serving
 from tests.train.micro_run import settings
+from tests.waiting import until
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.features.base import OnlineFeatures
@@ -230,7 +232,7 @@ FAULTS: list[list[int | str]] = [[500] * 6, ["cut"] * 3, ["half", "half"], ["not
 
 
 @pytest.mark.parametrize(
-    "faults", [*FAULTS, ["other"], ["hang"]], ids=lambda faults: str(faults[0])
+    "faults", [*FAULTS, ["other"], ["another"], ["hang"]], ids=lambda faults: str(faults[0])
 )
 def test_what_fails_for_a_while_is_asked_for_again_and_nothing_is_lost(
     target: TargetModel, own: TargetModel, micro: Path, tmp_path: Path, faults: list[int | str]
@@ -404,6 +406,28 @@ def test_what_readers_left_is_deleted_and_nothing_else(
         left.write_bytes(b"x")  # of a request that was given up
         client.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names][1:])
+
+
+def test_files_that_come_after_a_request_was_given_up_are_deleted(
+    target: TargetModel, own: TargetModel, tmp_path: Path
+) -> None:
+    with serving(own, tmp_path) as stub:
+        client = client_of(config_of(stub, states=tmp_path, timeout_seconds=0.3), target)
+        stub.faults += ["aborted"]
+        client.states([5, 6, 7])
+        until(lambda: any(tmp_path.glob("*.safetensors")))
+        client.states([5, 6, 8])
+        assert not any(tmp_path.iterdir())
+        client.close()
+
+
+def test_a_published_target_is_served_in_its_own_revision(target: TargetModel) -> None:
+    config = FeaturesConfig(mode="vllm", servers=("http://a:1",), states="/dev/shm/a")
+    info = replace(target.info, id="org/model", revision="0123abc")
+    words = shlex.split(serve_command(config, info, LAYERS, "bfloat16", LENGTH))
+    assert words[2] == "org/model" and words[words.index("--revision") + 1] == "0123abc"
+    unknown = replace(info, revision=UNKNOWN_REVISION)
+    assert "--revision" not in serve_command(config, unknown, LAYERS, "bfloat16", LENGTH)
 
 
 def test_documents_are_told_apart() -> None:

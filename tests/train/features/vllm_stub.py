@@ -29,7 +29,8 @@ class Stub:
     """A server of `target` on loopback. faults: what befalls the next requests for states, in
     order: a status; "cut" (the connection), "hang", "nothing" (no file: its folder is full), "half"
     (of the file), "late" (the file comes after the answer), "other" (states of another text),
-    "foreign" (the name of somebody else's file)."""
+    "foreign" (the name of somebody else's file), "another" (answer and states of another text),
+    "aborted" (answer and file come half a second later)."""
 
     def __init__(
         self, target: TargetModel, folder: Path, layers: tuple[int, ...], **more: Any
@@ -96,15 +97,10 @@ class Stub:
         with self._lock:
             self.requests.append(prompt)
             fault = self.faults.pop(0) if self.faults else ""
-        if fault == "hang":
-            self.ended.wait(20)
+        if self.failed(handler, fault):
             return
-        if fault == "cut":
-            handler.close_connection = True
-            return
-        if isinstance(fault, int):
-            reply(handler, fault, {"error": {"message": "EngineCore encountered an issue"}})
-            return
+        if fault == "another":
+            prompt = prompt[::-1]
         path = self.folder / f"cmpl-{handler.headers['X-Request-Id']}-0-1a2b3c4d.safetensors"
         states, choice = self.compute(prompt, body["max_tokens"])
         with_output = body.get("kv_transfer_params", {}).get("include_output_tokens", False)
@@ -114,10 +110,12 @@ class Stub:
             tokens = tokens.flip(0)
         content = save({"hidden_states": states, "token_ids": tokens})
         with held(path) as release:
-            if fault in ("", "other"):
-                path.write_bytes(content)
-            elif fault in ("half", "late"):
+            if fault == "aborted":
+                self.ended.wait(0.5)
+            if fault in ("half", "late"):
                 path.write_bytes(content[: len(content) // 2])
+            elif fault not in ("nothing", "foreign"):
+                path.write_bytes(content)
             if fault != "late":
                 release()
             answer = {"choices": [choice]}
@@ -129,6 +127,18 @@ class Stub:
             if fault == "late":
                 time.sleep(0.2)
                 path.write_bytes(content)
+
+    def failed(self, handler: BaseHTTPRequestHandler, fault: int | str) -> bool:
+        """Whether a fault comes before any computing; the request is then ended."""
+        if fault == "hang":
+            self.ended.wait(20)
+        elif fault == "cut":
+            handler.close_connection = True
+        elif isinstance(fault, int):
+            reply(handler, fault, {"error": {"message": "EngineCore encountered an issue"}})
+        else:
+            return False
+        return True
 
     def compute(self, prompt: list[int], limit: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """States [N, L, H] of prompt and answer, and the choice of a greedy completion."""

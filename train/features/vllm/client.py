@@ -17,7 +17,8 @@ import json
 import secrets
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ from train.features.config import FeaturesConfig
 from train.features.servers import Address, FailureError, Servers
 from train.features.vllm.command import layers_of, serve_command
 from train.features.vllm.last_state import agrees, gap
-from train.features.vllm.states_file import NAME, read_states, sweep
+from train.features.vllm.states_file import NAME, evict_of, read_states, sweep
 from train.generate.backends.protocols import PROBE, same_tokenizer
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
@@ -92,6 +93,8 @@ class VllmClient:
             )
         self.folder = Path(config.states)
         self.name, self._numbers = f"{NAME}{secrets.token_hex(6)}-", itertools.count()
+        self._abandoned: set[str] = set()
+        """Requests that failed here; a server may still write their files."""
         self.servers = Servers(config, "vLLM server", {"Content-Type": "application/json"})
         self._models: dict[Address, str] = {}
         """The model's name at servers that were checked."""
@@ -163,9 +166,10 @@ class VllmClient:
                 f"takes {listed.longest - 1} tokens and one more, but documents may have "
                 f"{self.longest} (train.sequence_length)",
             )
-        answer = self._complete(server, listed.name, self._text, len(self._tokens))
-        same_tokenizer(f"{server} (features.servers)", self._tokens, answer.prompt)
-        states = self._collect(server, answer)
+        with self._request() as request:
+            answer = self._complete(server, listed.name, self._text, len(self._tokens), request)
+            same_tokenizer(f"{server} (features.servers)", self._tokens, answer.prompt)
+            states = self._collect(server, answer)
         if self._own is not None:
             self._require_same_layers(server, self._own, states)
         return listed.name
@@ -201,10 +205,30 @@ class VllmClient:
                 )
 
     def _ask(self, server: Address, model: str, tokens: Sequence[int]) -> Tensor:
-        return self._collect(server, self._complete(server, model, list(tokens), len(tokens)))
+        with self._request() as request:
+            answer = self._complete(server, model, list(tokens), len(tokens), request)
+            if answer.prompt != list(tokens):
+                raise FailureError("it read another text than it was given")
+            return self._collect(server, answer)
 
-    def _complete(self, server: Address, model: str, prompt: str | list[int], count: int) -> Answer:
-        """One greedy token after a text or a document of `count` tokens."""
+    @contextmanager
+    def _request(self) -> Iterator[str]:
+        """The id of a request. Deletes the files of earlier ones that failed, since a server may
+        write them after the failure."""
+        for earlier in list(self._abandoned):
+            if evict_of(self.folder, earlier):
+                self._abandoned.discard(earlier)
+        request = f"{self.name}{next(self._numbers)}"
+        try:
+            yield request
+        except FailureError:
+            self._abandoned.add(request)
+            raise
+
+    def _complete(
+        self, server: Address, model: str, prompt: str | list[int], count: int, request: str
+    ) -> Answer:
+        """One greedy token after a text or a document of `count` tokens. request: its id."""
         body = {
             "model": model,
             "prompt": prompt,
@@ -220,7 +244,7 @@ class VllmClient:
             "/v1/completions",
             json.dumps(body).encode(),
             most=MOST_AROUND + count * TOKEN_BYTES,
-            headers={"X-Request-Id": f"{self.name}{next(self._numbers)}"},
+            headers={"X-Request-Id": request},
         )
         return self._read(Answer, server, content)
 

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from heads.api.features import FeatureSpec
-from heads.api.target_info import TargetInfo
+from heads.api.target_info import UNKNOWN_REVISION, TargetInfo
 from train.features.config import FeaturesConfig
 
 GPU_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
@@ -49,6 +49,8 @@ def serve_command(
     longest = length + 1
     path = Path(info.id)
     words = ["vllm", "serve", str(path.resolve()) if path.is_dir() else info.id]
+    if not path.is_dir() and info.revision != UNKNOWN_REVISION:
+        words += ["--revision", info.revision]
     words += ["--dtype", dtype, "--max-model-len", str(longest), "--no-enable-prefix-caching"]
     words += ["--speculative-config", json.dumps(speculative)]
     words += ["--kv-transfer-config", json.dumps(transfer)]

@@ -12,6 +12,7 @@ Legend: N tokens, L layers, H hidden.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -68,9 +69,13 @@ def await_lock(path: Path, seconds: float, stopped: Callable[[], bool]) -> bool:
     end, pause = time.monotonic() + seconds, POLL_SECONDS
     try:
         while True:
-            with suppress(BlockingIOError):
+            try:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return True
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise FailureError(f"'{path}{LOCK}' cannot be locked ({error})") from error
             if stopped() or time.monotonic() > end:
                 return False
             time.sleep(pause)
@@ -93,6 +98,16 @@ def sweep(folder: Path, name: str) -> None:
         with suppress(OSError):
             if name in path.name or now - path.stat().st_mtime > STALE_SECONDS:
                 path.unlink()
+
+
+def evict_of(folder: Path, request: str) -> bool:
+    """Delete the file of a request, whose name contains its id; returns whether there was one."""
+    of_request = re.compile(re.escape(request) + r"(?!\d)")  # request 1 is not request 11
+    found = [path for path in folder.glob(f"*{request}*") if of_request.search(path.name)]
+    found = [path for path in found if path.suffix != LOCK]
+    for path in found:
+        evict(path)
+    return bool(found)
 
 
 def missing(path: Path) -> str:

@@ -1,10 +1,10 @@
 """Sampling through serving engines over HTTP: several servers, many requests at once, retries.
 
-After a temporary error (429, 5xx, a broken connection, no answer in time) the request is put back,
-any server may take it next, and the server that failed gets no requests for a while. A server that
-keeps failing is left out. If none is left, or one request has failed too often, the run ends with
-an error and keeps the answers so far; the same command continues. If a server refuses a request
-(400, 413, 422), that row has failed.
+After a temporary error (429, 5xx, a broken connection, an aborted answer, none in time) the request
+is put back, any server may take it next, and the server that failed gets no requests for a while. A
+server that keeps failing is left out. If none is left, or one request has failed too often, the run
+ends with an error and keeps the answers so far; the same command continues. If a server refuses a
+request (400, 413, 422), that row has failed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ LONGEST_WAIT = 60.0
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 BUSY = frozenset({429, 503})
 REFUSING = frozenset({400, 413, 422})
+ABORTED = "abort"
+"""How answers end at a server that is paused, put to sleep or shut down (vLLM, SGLang)."""
 
 
 class ServerError(Exception):
@@ -75,7 +77,8 @@ class Pending:
     attempts: int = 0
 
 
-Outcome = Completion | Refused | UserError
+Outcome = Completion | Refused | Exception
+"""An exception ends the run."""
 
 
 class ServerPool:
@@ -121,7 +124,7 @@ class ServerPool:
         try:
             for _ in range(total):
                 outcome = outcomes.get()
-                if isinstance(outcome, UserError):
+                if isinstance(outcome, Exception):
                     raise outcome
                 yield outcome
         finally:
@@ -150,7 +153,11 @@ class ServerPool:
                 waiting.put(pending)
                 stop.wait(min(pause, 0.5))
                 continue
-            outcome = self._outcome(server, pending)
+            outcome: Outcome | None
+            try:
+                outcome = self._outcome(server, pending)
+            except Exception as error:  # noqa: BLE001 - the caller waits for it, and raises it
+                outcome = error
             if outcome is None:
                 waiting.put(pending)
             else:
@@ -213,6 +220,8 @@ class ServerPool:
             body |= ASKED
         answer = self._ask(server.address + server.protocol.path, body)
         tokens, ended = server.protocol.answer(answer, request)
+        if ended.finish == ABORTED:
+            raise ServerError("it aborted the answer")
         facts = self.target
         completion = protocols.completion_of(
             request, tokens, ended, facts.eos_token_ids, facts.info.vocab_size

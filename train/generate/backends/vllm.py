@@ -38,10 +38,17 @@ class VllmBackend:
         given = {"model": target.path, **{name: getattr(target, name) for name in names}}
         given["dtype"] = target.dtype_name
         self.engine = self.vllm.LLM(**given | dict(sampling.vllm_arguments))
+        self.longest = self.engine.llm_engine.model_config.max_model_len - 1
+        """Tokens of a prompt that leave room for one of the answer."""
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
         waiting = iter(requests)
-        while lot := list(islice(waiting, TOGETHER)):
+        while asked := list(islice(waiting, TOGETHER)):
+            lot = [request for request in asked if len(request.tokens) <= self.longest]
+            for request in asked:
+                if (length := len(request.tokens)) > self.longest:
+                    why = f"vLLM takes {self.longest} tokens of a prompt, which has {length}"
+                    yield Refused(request, f"{why} (sampling.vllm_arguments.max_model_len)")
             prompts = [{"prompt_token_ids": list(request.tokens)} for request in lot]
             settings = [self._settings(request) for request in lot]
             outputs = self.engine.generate(prompts, settings, use_tqdm=False)

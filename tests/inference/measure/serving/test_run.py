@@ -14,13 +14,14 @@ import pytest
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.engines.client import Answer
+from inference.engines.counters import Acceptance
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded
 from inference.measure.metrics import resample_weights
 from inference.measure.prompts import Prompt
 from inference.measure.serving.config import ServingConfig
 from inference.measure.serving.run import measure_server
-from inference.measure.serving.summary import estimate
+from inference.measure.serving.summary import estimate, told
 from inference.report.markdown import print_table, render
 from inference.report.model import Report, ServerCell, read_report
 from inference.report.page.render import write_page
@@ -235,7 +236,7 @@ def test_a_wrong_key_is_said_without_the_key(
     assert "sk-right" not in (tmp_path / "out" / "report.json").read_text()
 
 
-@pytest.mark.parametrize("fault", [503, 500, "hang", "cut", "restart", "twice"])
+@pytest.mark.parametrize("fault", [503, 500, "hang", "cut", "abort", "restart", "twice"])
 def test_a_window_that_failed_is_measured_again(fault: Any, tmp_path: Path) -> None:
     with serving(faults=deque([None, None, fault])) as stub:
         report = measure(tmp_path / "out", stub, timeout=patience(fault))
@@ -291,6 +292,27 @@ def test_nobody_listens(tmp_path: Path) -> None:
     with serving() as stub:
         pass
     assert "the list of models failed 3 times" in refused(tmp_path, stub)
+
+
+def test_text_may_contain_any_separator(tmp_path: Path) -> None:
+    with serving(text="\u2028\u0085") as stub:
+        report = measure(tmp_path / "out", stub)
+    assert cell(report).requests == 2 * EACH
+
+
+def test_lengths_are_counted_by_servers_that_can(tmp_path: Path) -> None:
+    with serving(tokenize=deque([{}])) as stub:  # one connection breaks
+        report = measure(tmp_path / "out", stub)
+    assert report.server is not None and report.server.lengths == "tokenizer"
+    with serving(form="llama", tokenize=deque([{"tokens": []}] * 99)) as stub:
+        report = measure(tmp_path / "other", stub)
+    assert report.server is not None and report.server.lengths == "estimate"
+
+
+def test_an_answer_of_llama_without_drafts_has_passes_of_one_token() -> None:
+    answer = Answer(tokens=6, last={"timings": {"predicted_n": 6}})
+    assert told(answer) == Acceptance(5.0, 5.0, 0.0, 0.0)
+    assert told(Answer(tokens=6)) is None
 
 
 def test_requests_say_what_the_settings_say(tmp_path: Path) -> None:
