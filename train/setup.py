@@ -66,7 +66,7 @@ class Run:
         self.job, self.world, self.begun = job, world, begun
         config, seed = job.config, job.config.seed
         random.seed(seed + world.rank)
-        np.random.seed(seed + world.rank)  # libraries draw from the global state
+        np.random.seed((seed + world.rank) % 2**32)  # libraries draw from the global state
         torch.manual_seed(seed + world.rank)
         self.target, self.access = load_target(job, world)
         info, weights = self.target.info, self.target.weights
@@ -240,6 +240,8 @@ class Run:
                 meter=self.meter,
             ).run()
             if not self.requests:
+                # an earlier session's tau is not of these weights
+                progress.tau, progress.best_step = None, progress.step
                 weights = engine.weights()
                 with clock.part("saving"), self.access.main_alone():
                     if main:

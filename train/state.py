@@ -160,7 +160,9 @@ class StateStore:
             _flush_folder(partial)
             put(partial, final)  # may replace a damaged state, whose steps this run has repeated
             _flush_folder(self.directory)
-            for folder in self._folders()[: -self.keep]:
+            # states of later steps are damaged ones that this run has passed over
+            own = [path for path in self._folders() if path.name <= final.name]
+            for folder in own[: -self.keep]:
                 discard(folder)
         except OSError as error:
             return f"process 0: {explained(error)}"

@@ -100,7 +100,7 @@ def check_messages(messages: Any) -> list[Message]:
         if message["role"] not in ROLES:
             raise UserError(f"message role {message['role']!r} is not one of {', '.join(ROLES)}")
         extra = _tool_parts(message)
-        content = "" if message.get("content") is None and extra else _text(message["content"])
+        content = "" if message.get("content") is None and extra else _text(message.get("content"))
         if not content.strip() and not extra:
             raise UserError(f"a message of role '{message['role']}' is empty")
         checked.append({"role": message["role"], "content": content, **extra})
@@ -194,8 +194,10 @@ def _text(content: Any) -> str:
 def _tool_parts(message: Mapping[str, Any]) -> ToolParts:
     parts: ToolParts = {}
     if message["role"] == "assistant":
-        if message.get("tool_calls"):
-            parts["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+        if calls := message.get("tool_calls"):
+            if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
+                raise UserError("the tool calls of a message must be a list")
+            parts["tool_calls"] = [_tool_call(call) for call in calls]
         if isinstance(reasoning := message.get("reasoning_content"), str):
             parts["reasoning_content"] = check_unicode(reasoning, "the reasoning")
     if message["role"] == "tool":

@@ -4,6 +4,7 @@ lost."""
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import datasets
 import pyarrow as pa
@@ -93,6 +94,37 @@ def test_plain_prompts_and_pretokenised_rows(tmp_path):
         ((1, 2, 3), ((1, 3),)),
         ((4,), None),
     ]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "tool_calls": [1]},
+        {"role": "assistant", "content": "x", "tool_calls": True},
+        {"role": "tool", "content": "x", "name": "half \ud83d"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"q": "\\ud83d"}'}}],
+        },
+    ],
+)
+def test_a_row_with_an_impossible_message_is_skipped_alone(tmp_path, message):
+    rows = [{"messages": [*ASK, message]}, {"messages": ASK}]
+    skipped, kept = Source(DataConfig(jsonl(tmp_path / "a.jsonl", rows)))
+    assert isinstance(skipped, SkippedRow) and isinstance(kept, Row)
+
+
+def test_rows_with_strange_speakers_and_dates_in_tools_are_skipped_alone(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"conversations": [{"from": ["human"], "value": "x"}]}])
+    (skipped,) = Source(DataConfig(path))
+    assert isinstance(skipped, SkippedRow) and "is not one of" in skipped.reason
+    when = datetime(2026, 1, 1, tzinfo=UTC)
+    tools = [{"type": "function", "function": {"name": "f", "since": when}}]
+    table = pa.Table.from_pylist([{"messages": ASK, "tools": tools}])
+    pq.write_table(table, tmp_path / "a.parquet")
+    (skipped,) = Source(DataConfig(str(tmp_path / "a.parquet")))
+    assert isinstance(skipped, SkippedRow) and "JSON" in skipped.reason
 
 
 def test_every_bad_row_is_reported_and_the_good_ones_stay(tmp_path):

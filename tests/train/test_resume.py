@@ -104,6 +104,18 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Tracker, "write", write)
 
 
+def test_a_continuation_that_measures_no_tau_claims_none(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best of an earlier session is not the last weights, which are kept then."""
+    with monkeypatch.context() as patch:
+        cut_short(patch, 7)
+        with pytest.raises(Killed):
+            train(out=tmp_path, **settings(micro, max_steps=STEPS, save_every=3, eval_every=5))
+    manifest = train(out=tmp_path, **settings(micro, max_steps=STEPS, save_every=3, eval_every=0))
+    assert manifest["best"] == {"step": STEPS, "tau": None, "tau_ci95": None}
+
+
 def test_killed_while_saving(micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = settings(micro, max_steps=STEPS, save_every=4, eval_every=5)
     train(out=tmp_path / "whole", **arguments)

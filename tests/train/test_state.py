@@ -74,6 +74,17 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     ]
 
 
+def test_states_before_a_damaged_one_that_was_passed_over_are_kept(tmp_path: Path) -> None:
+    engine, states = trained(), store(tmp_path, keep=1)
+    damaged = states.save(4, engine, {}, RUN)
+    (damaged / "model.safetensors").write_bytes(b"damaged")
+    states.save(2, engine, {}, RUN)
+    states.save(3, engine, {}, RUN)
+    found = states.newest()
+    assert found is not None and found.step == 3
+    assert len(list(states.directory.iterdir())) == 2
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     engine, states = trained(), store(tmp_path)
     states.save(2, engine, {"tau": 1.0}, RUN)

@@ -251,7 +251,7 @@ def _from_sharegpt(message: Any) -> Any:
     speaker = given.get("from")
     if speaker is None or given.get("role") is not None:
         return message
-    if speaker not in SHAREGPT_ROLES:
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise BadRowError(f"speaker {speaker!r} is not one of {', '.join(SHAREGPT_ROLES)}")
     return {"role": SHAREGPT_ROLES[speaker], "content": given.get("value")}
 

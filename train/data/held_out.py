@@ -150,9 +150,10 @@ def load_held_out(data: DataConfig) -> HeldOutIndex | None:
 
 
 def texts_of(prompt: Prompt) -> list[str]:
-    """A prompt's user messages; none for one that is given as token ids."""
+    """A prompt's text or user messages; none for one that is given as token ids."""
     given = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
-    return [*given, *prompt.turns]
+    plain = [] if prompt.text is None else [prompt.text]
+    return [*plain, *given, *prompt.turns]
 
 
 class Findings(TypedDict):

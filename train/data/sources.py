@@ -122,6 +122,7 @@ class Source:
                 given = raw.get(self.form.domain) or domain
                 domain = check_unicode(str(given), "the domain")
             content = cast(RowContent, self.form.content(raw))
+            require_storable(content)
             identity = self._identity(raw, content)
         except (BadRowError, UserError) as error:
             return SkippedRow(index, identity, domain, str(error))
@@ -218,6 +219,16 @@ def open_rows(config: SourceConfig) -> TableRows:
         )
     numbers = stable_permutation(count, config.seed) if config.shuffle else np.arange(count)
     return TableRows(table, numbers[: config.limit])
+
+
+def require_storable(content: RowContent) -> None:
+    """Raise `BadRowError` or `UserError` for a row that cannot be stored as JSON in UTF-8, such as
+    one with a date in a tool's arguments."""
+    try:
+        text = json.dumps(content, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRowError(f"the row has a value that JSON does not have ({error})") from error
+    check_unicode(text, "the row")
 
 
 def content_hash(content: RowContent) -> str:

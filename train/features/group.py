@@ -176,13 +176,15 @@ class Arriving:
 
     def __init__(self, link: Link, target: int, size: int) -> None:
         self.link, self.target, self.size = link, target, size
+        self.answer: Tensor | None = None
+        """The answer, once it was taken."""
         self._first = torch.empty(1 if link.device else size, dtype=torch.uint8)
         self._work: Any = dist.irecv(self._first, target, group=link.host, tag=ANSWER_TAG)
 
     def take(self, timeout: timedelta) -> Tensor:
         """The answer [size] uint8, in memory of the host or of this process's device; raises
-        `RuntimeError` if it does not come in time. Answers of one target process are taken in the
-        order of the requests, which is the order in which they are sent."""
+        `RuntimeError` if it does not come in time. Between devices, answers of one target process
+        have to be taken in the order of the requests, in which they are sent."""
         self._work.wait(timeout=timeout)
         if self.link.device is None:
             return self._first
@@ -232,7 +234,7 @@ class GroupSource:
 
         def take() -> Content:
             try:
-                buffer = arriving.take(self.timeout)
+                buffer = self._take(arriving)
             except RuntimeError as error:
                 raise UserError(
                     f"the target's process (rank {self.target}) has not sent features within "
@@ -240,10 +242,19 @@ class GroupSource:
                     "its output, or raise features.timeout_seconds; this command continues from "
                     "its last saved state."
                 ) from error
-            self._coming.remove(arriving)
             return cut(buffer, parts, count)
 
         return Message(take)
+
+    def _take(self, wanted: Arriving) -> Tensor:
+        """An answer. Between devices, answers come in the order of the requests: earlier ones are
+        received first, and kept until they are asked for."""
+        while wanted.answer is None:
+            first = self._coming[0] if self.link.device else wanted
+            first.answer = first.take(self.timeout)
+            self._coming.remove(first)
+        answer, wanted.answer = wanted.answer, None
+        return answer
 
     def close(self) -> None:
         """Take requested answers that are no longer needed, so that no transfer stays open."""

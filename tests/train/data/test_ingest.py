@@ -9,11 +9,12 @@ import random
 import numpy as np
 import pytest
 
+from inference.measure.prompts import Prompt
 from train.data import ingest
 from train.data.config import DataConfig
 from train.data.dedup import duplicates
 from train.data.dedup.shingles import PRIME, band_keys, normalise, shingles, signature
-from train.data.held_out import HeldOutIndex, load_held_out
+from train.data.held_out import HeldOutIndex, load_held_out, texts_of
 from train.data.permute import mix
 from train.data.sources import Row
 
@@ -138,6 +139,16 @@ def test_held_out_prompts_are_found_whole_or_in_part():
     exact = HeldOutIndex(prompts, exact=True)
     assert exact.find([f"before {question}"]) is None
     assert exact.find([question.upper()]).prompt == "long"
+
+
+def test_prompts_of_every_form_are_held_out():
+    message = {"role": "user", "content": "a question"}
+    assert texts_of(Prompt("p", "d", text="plain text")) == ["plain text"]
+    assert texts_of(Prompt("p", "d", messages=(message,), turns=("more",))) == [
+        "a question",
+        "more",
+    ]
+    assert texts_of(Prompt("p", "d", tokens=(1, 2))) == []
 
 
 def test_rows_with_held_out_prompts_are_left_out_and_reported(tmp_path):

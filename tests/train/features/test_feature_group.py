@@ -7,7 +7,9 @@ import json
 import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from tests.train import launch
 from tests.train.micro_run import settings
 from train.distributed import World
 from train.features.config import FeaturesConfig
-from train.features.group import Division, answer_parts, cut, divide
+from train.features.group import Division, GroupSource, answer_parts, cut, divide
 from train.features.store.batches import Form
 from train.tracking.summary import SUMMARY_FILE
 from train.tracking.tracker import LOG_FILE, read_log
@@ -83,6 +85,24 @@ def require_cost(summary: dict[str, Any], trainers: int, targets: int) -> None:
     readings, rest = divmod(summary["energy_joules"], sum(100**rank for rank in range(trainers)))
     assert rest == 0 and readings >= summary["steps"]
     assert summary["energy_source"].startswith(f"NVML, the GPUs of {trainers} training process")
+
+
+def test_answers_between_devices_are_received_in_the_order_of_their_requests() -> None:
+    """Whatever order they are asked for in; a drafter's own text is requested behind the batches
+    ahead, and needed before them."""
+    received = []
+
+    def arriving(number: int) -> Any:
+        one = SimpleNamespace(answer=None)
+        one.take = lambda timeout: received.append(number) or number
+        return one
+
+    source: Any = object.__new__(GroupSource)
+    source.link, source.timeout = SimpleNamespace(device=object()), timedelta(seconds=1)
+    coming = [arriving(number) for number in range(3)]
+    source._coming = list(coming)
+    assert [source._take(coming[number]) for number in (2, 0, 1)] == [2, 0, 1]
+    assert received == [0, 1, 2] and not source._coming
 
 
 def test_a_signal_ends_trainers_and_targets_in_order_and_the_run_continues(

@@ -447,6 +447,16 @@ def test_a_damaged_shard_is_named_and_only_it_is_written_again(
     assert any("rows-00001" in line for line in said)
 
 
+def test_a_store_keeps_the_order_that_it_was_begun_with(
+    micro: Path, exact: Path, tmp_path: Path
+) -> None:
+    """A continuation with another train.seed writes the rows that are missing, and no others."""
+    folder = copy(exact, tmp_path / "store")
+    (folder / "shards" / "rows-00001.safetensors").unlink()
+    write(replace(job(micro, folder, EAGLE3, MEDUSA), seed=7))
+    assert same_store(folder, exact)
+
+
 def test_what_does_not_fit_is_refused_in_words(micro: Path, exact: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no feature store in .*headstart features"):
         opened(micro, tmp_path / "none", FeatureSpec((1,)), torch.float32)

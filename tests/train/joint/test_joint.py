@@ -150,6 +150,7 @@ def test_modules_may_be_chosen_and_misspelt_ones_are_refused(micro: Path) -> Non
     ("kind", "head"),
     [
         ("medusa", {"num_heads": 3}),
+        ("eagle", {}),
         ("hydra_heads", {"num_heads": 3, "hard_label_weight": 0.5}),
         ("eagle3", {"ttt_steps": 3}),
         ("early_exit", {"exit_layer": 1}),

@@ -98,6 +98,8 @@ class StorePlan:
     hidden: int
     estimated_bytes: int
     target: dict[str, object] = field(default_factory=dict)
+    seed: int | None = None
+    """Of the order of the rows; None in stores of earlier versions: the writer's."""
 
     @property
     def shards(self) -> int:

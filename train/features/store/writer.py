@@ -269,7 +269,7 @@ def finish_store(
                     }
                 )
             known = asdict(plan)
-            del known["rows_per_shard"]
+            del known["rows_per_shard"], known["seed"]
             size = sum(entry["bytes"] for entry in shards)
             size += sum(path.stat().st_size for path in paths)
             indices = [manifest.file_entry(folder, str(path.relative_to(folder))) for path in paths]
@@ -325,6 +325,7 @@ def write_features(
     per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
     shard_bytes = int(job.features.shard_mib * MIB)
     plan = make_plan(data, identity, per_token, target.info, shard_bytes)
+    plan = replace(plan, seed=job.seed)
     for line in size_table(job.heads, target.info, job.features.top_logits):
         say(line)
     say(
@@ -340,7 +341,8 @@ def write_features(
         plan = open_store(job.folder, plan, 0)
     stored = FeatureSpec(plan.identity.taps, plan.identity.last_hidden)
     # the order of the training's first epoch (train/data/loader.py)
-    order = stable_permutation(len(data), job.seed, 0)
+    seed = job.seed if plan.seed is None else plan.seed  # the first writer's
+    order = stable_permutation(len(data), seed, 0)
     if missing_shards(job.folder, plan):
         with terminable(), running(job, target, stored) as (runner, rows):
             online = OnlineFeatures(runner, stored, job.dtype)
