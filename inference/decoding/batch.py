@@ -19,8 +19,9 @@ from inference.decoding.execution.accelerator import Pending
 from inference.decoding.logprobs import columns, prompt_logprobs, read_logprobs, token_logprobs
 from inference.decoding.pair import DrafterPair
 from inference.decoding.pass_details import read_details
-from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.requests import DEAD_END, Completion, PassRecord, Request
 from inference.decoding.step import unpacked
+from inference.decoding.structured.matcher import DeadEndError
 from inference.target.model import TargetModel
 from inference.target.taps import Seen
 
@@ -38,7 +39,8 @@ class BatchRun:
         lag: int,
         narrow: bool = False,
     ) -> None:
-        """narrow: compute only the rows in use, and keep them together (batches seldom full)."""
+        """narrow: requests come and go: compute only the rows in use, and keep them together
+        (batches seldom full); a grammar's dead end ends its request alone."""
         self.lanes, self.on_tokens, self.lag, self.narrow = lanes, on_tokens, lag, narrow
         self.end_ids = set(lanes.target.eos_token_ids)
         self.version = lanes.target.version  # of the weights that filled all caches
@@ -47,6 +49,8 @@ class BatchRun:
         # steps whose results are unread, with the requests that their rows held then
         self.launched: deque[tuple[Pending, list[Completion | None]]] = deque()
         self.cancelled: set[int] = set()
+        # requests whose grammar allows nothing more; they are cancelled, too
+        self.dead: set[int] = set()
         lanes.stop()
 
     @property
@@ -71,13 +75,15 @@ class BatchRun:
         for row, completion in enumerate(self.running):
             if completion is not None and completion.request.index in self.cancelled:
                 self.lanes.rows.active[row] = False
-                completion.finish = "cancelled"
+                dead = completion.request.index in self.dead
+                completion.finish = DEAD_END if dead else "cancelled"
                 self._leave(row)
                 dropped.append(completion)
         for request in [request for request in self.waiting if request.index in self.cancelled]:
             self.waiting.remove(request)
             dropped.append(Completion(request, finish="cancelled"))
         self.cancelled.clear()
+        self.dead.clear()
         return dropped
 
     # One verification of all rows
@@ -175,13 +181,22 @@ class BatchRun:
     ) -> None:
         completion.tokens += tokens
         # nothing is unread if a row has a grammar, so the request still has this row
-        self.lanes.grammars.accept(row, tokens)
+        try:
+            self.lanes.grammars.accept(row, tokens)
+        except DeadEndError:
+            if not self.narrow:
+                raise
+            self.dead.add(completion.request.index)  # other requests go on
+            self.cancel(completion.request.index)
+            return
         if self.on_tokens is not None:
             self.on_tokens(completion.request, tokens, record)
 
     def _finish(self, completion: Completion) -> Completion:
         stopped = self._is_end(completion.request, completion.tokens[-1])
         completion.finish = "stop" if stopped else "length"
+        if completion.request.index in self.dead:
+            completion.finish = DEAD_END
         # search for it, as it may have moved since the step was launched
         for row, item in enumerate(self.running):
             if item is completion:

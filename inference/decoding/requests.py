@@ -9,6 +9,9 @@ from inference.decoding.pass_details import PassDetails
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.structured.constraint import Constraint
 
+DEAD_END = "dead end"
+"""How an answer ends whose grammar allows no further token."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -53,10 +56,10 @@ class PassRecord:
 class Completion:
     """A finished answer: its new tokens (the end-of-text token included), why it ended, its passes.
 
-    finish: "stop" (end of text), "length" (no budget left) or "cancelled". The first token comes
-    from prefill, so len(tokens) == 1 + sum of committed tokens over the passes, unless the request
-    was cancelled before its prefill. arm: which of two drafters drafts, 0 or 1, for a request that
-    got its row while a pair was drafting (`inference.decoding.pair`); None for others.
+    finish: "stop" (end of text), "length" (no budget left), "cancelled" or `DEAD_END`. The first
+    token comes from prefill, so len(tokens) == 1 + sum of committed tokens over the passes, unless
+    the request was cancelled before its prefill. arm: which of two drafters drafts, 0 or 1, for a
+    request that got its row while a pair was drafting (`inference.decoding.pair`); None for others.
     """
 
     request: Request

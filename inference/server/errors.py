@@ -27,6 +27,8 @@ class ApiError(Exception):
         self.status = status
         self.kind = code or kind
         """A word for logs, without anything that a client sent."""
+        # a message may quote half a character of what was sent
+        message = message.encode("utf-8", "replace").decode()
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
         """The JSON to send."""
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}

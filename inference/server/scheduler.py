@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.logprobs import Logprobs, TokenLogprobs
-from inference.decoding.requests import Completion, PassRecord, Request
+from inference.decoding.requests import DEAD_END, Completion, PassRecord, Request
 from inference.decoding.session import Session
 from inference.server.errors import ApiError
 from inference.server.front.fair import FairQueue
@@ -170,6 +170,8 @@ class Scheduler:
         self._out: list[tuple[ServedRequest, Event]] = []
         self._session: Session | None = None
         self._count = 0
+        self._succeeded = False
+        """Whether the last step has ended an answer."""
         self._ended = False
         self._ready = threading.Event()
         self._refusal: UserError | None = None
@@ -214,6 +216,7 @@ class Scheduler:
 
     def _work(self) -> None:
         failures, begun = 0, False
+        session: Session | None
         details = self.log is not None or self.samples is not None
         while not self._ended and failures < MOST_FAILURES:
             try:
@@ -235,6 +238,7 @@ class Scheduler:
                 logger.exception("a step failed (%d of %d in a row)", failures, MOST_FAILURES)
                 self.step_failed()
             finally:
+                session = self._session = None  # the next one needs its memory
                 # before a client learns of the failure and tries again
                 self.healthy = failures < MOST_FAILURES
                 broken = "the engine failed; the request can be repeated"
@@ -251,9 +255,11 @@ class Scheduler:
         self._take(session)
         if self._ended:
             return False
-        ended = [self._complete(completion) for completion in session.step()]
+        self._succeeded = False
+        for completion in session.step():
+            self._complete(completion)
         self._send(session.running)
-        return any(ended)
+        return self._succeeded
 
     def _send(self, running: int) -> None:
         """Post the events, and update the numbers of running and waiting requests."""
@@ -362,15 +368,20 @@ class Scheduler:
             root, heat = len(job.prompt) + len(job.tokens) - 1, job.asked.sampling.temperature
             self.log.verification(job.id, root, job.domain, record, heat)
 
-    def _complete(self, completion: Completion) -> bool:
+    def _complete(self, completion: Completion) -> None:
         job = self._live.get(completion.request.index)
         if job is None or completion.finish == "cancelled":
-            return False
+            return
+        if completion.finish == DEAD_END:
+            del self._live[job.index]
+            why = "the grammar of this request allows no further token of this model"
+            self._out.append((job, Failed(ApiError(400, f"{why}, not even end of text."))))
+            return
         self._end(job, completion.finish)
-        return True
 
     def _end(self, job: ServedRequest, finish: str) -> None:
         """Complete an answer: deliver its end and count it."""
+        self._succeeded = True
         tokens = len(job.tokens)
         del self._live[job.index]
         if job.text is not None:

@@ -57,7 +57,9 @@ class Constraint:
     @classmethod
     def choice(cls, options: list[str]) -> Constraint:
         """One of these texts."""
-        return cls("grammar", "root ::= " + " | ".join(map(json.dumps, options)))
+        # without escapes, of which a character beyond U+FFFF has two
+        texts = [json.dumps(option, ensure_ascii=False) for option in options]
+        return cls("grammar", "root ::= " + " | ".join(texts))
 
     @classmethod
     def read(cls, structure: str) -> Constraint | None:

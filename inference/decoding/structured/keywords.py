@@ -43,7 +43,10 @@ def check_schema(text: str) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"the JSON schema is not JSON ({error}).") from error
-    _check(schema, "the schema", 0)
+    try:
+        _check(schema, "the schema", 0)
+    except TypeError as error:  # a list of objects where names belong, and the like
+        raise UserError("a keyword of the JSON schema has a value of the wrong type.") from error
 
 
 def check_pattern(pattern: str, where: str = "the regular expression") -> None:

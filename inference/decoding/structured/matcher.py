@@ -18,6 +18,10 @@ from torch import Tensor
 from heads.api.errors import UserError
 
 
+class DeadEndError(UserError):
+    """A token was committed that the grammar does not allow, so nothing can follow."""
+
+
 class Matcher:
     """See the module. grammar: an xgrammar `GrammarMatcher`; ends: end-of-text tokens; tokens: the
     token of every text."""
@@ -27,13 +31,14 @@ class Matcher:
         self._longest = max(map(len, tokens), default=0)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance past committed tokens, which the masks have allowed."""
+        """Advance past committed tokens, which the masks have allowed; raises `DeadEndError` if the
+        grammar does not."""
         for token in tokens:
             if not self._grammar.accept_token(token):
-                raise UserError(
-                    f"token {token} was committed where the grammar does not allow it: the "
-                    "target's logits are not finite, or sampling settings forbid every token that "
-                    "the grammar allows."
+                raise DeadEndError(
+                    f"token {token} was committed where the grammar does not allow it: the grammar "
+                    "allows no token of this target there, sampling settings forbid every one that "
+                    "it allows, or the target's logits are not finite."
                 )
 
     def masks(
@@ -64,7 +69,10 @@ class Matcher:
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that spell the text that must follow, with the longest token at each
         place. The answer may spell the same text with other tokens."""
-        rest = self._grammar.find_jump_forward_string().encode()
+        try:
+            rest = self._grammar.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # it begins or ends within a character
+            rest = bytes(error.object)
         found: list[int] = []
         while rest and len(found) < most:
             sizes = range(min(self._longest, len(rest)), 0, -1)

@@ -37,6 +37,7 @@ WAYS: dict[str, tuple[dict[str, Any], Any]] = {
     "guided_regex": ({"guided_regex": "[ab]{3}"}, lambda text: re.fullmatch("[ab]{3}", text)),
     "choice": ({"structured_outputs": {"choice": CHOICES}}, lambda text: text in CHOICES),
     "guided_choice": ({"guided_choice": CHOICES}, lambda text: text in CHOICES),
+    "emoji": ({"guided_choice": ["👍", "👎"]}, lambda text: text in ("👍", "👎")),
     "grammar": ({"guided_grammar": SUM}, lambda text: re.fullmatch(r"[\d+]+", text)),
 }
 USER = [{"role": "user", "content": "What is a list?"}]
@@ -118,6 +119,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "JSON schema cannot be used",
     ),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json": '{"required": [{}]}'}, "guided_json", "wrong type"),
+    ({"guided_json": '{"required": [1, "a"]}'}, "guided_json", "wrong type"),
+    ({"guided_json": '{"allOf": 5}'}, "guided_json", "wrong type"),
+    ({"guided_json": '{"properties": {"\\ud800": 3}}'}, "guided_json", "?"),
     ({"guided_regex": "(("}, "guided_regex", "parenthesis"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "cannot be kept"),
     ({"guided_grammar": 'x ::= "a"'}, "guided_grammar", "root"),
@@ -141,6 +146,14 @@ def test_what_cannot_be_kept_is_refused(
     assert body["param"] == param and words in body["message"]
     assert body["type"] == "invalid_request_error"
     assert ask(running, {}).choices[0].message.content is not None  # the server goes on
+
+
+def test_a_grammar_with_a_dead_end_is_refused_and_the_server_goes_on(running: Running) -> None:
+    """Token 0 is no text, so nothing can be answered."""
+    for _ in range(4):  # more than the failures in a row that end a server
+        with pytest.raises(openai.BadRequestError):
+            ask(running, {"guided_grammar": 'root ::= Token(0) "x"'})
+    assert ask(running, {}).choices[0].message.content is not None
 
 
 def test_without_xgrammar_a_request_is_refused(

@@ -4,6 +4,7 @@ same constraint, whatever drafts, in which shape, beside whom."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,10 +17,10 @@ from heads.jump_forward import Drafter as JumpForwardDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution import compiled
-from inference.decoding.requests import Completion, Request
+from inference.decoding.requests import DEAD_END, Completion, Request
 from inference.decoding.session import Session
 from inference.decoding.structured.constraint import Constraint
-from inference.decoding.structured.matcher import Matcher
+from inference.decoding.structured.matcher import DeadEndError, Matcher
 from tests.fakes import AlwaysWrong, RandomTrees, SometimesRight
 from tests.heads.recipes import build
 from tests.inference.decoding.slow_device import SlowDevice, decoding_on
@@ -257,6 +258,34 @@ def test_a_session_moves_rows_with_their_grammars() -> None:
         session.step()
         assert not session.lanes.grammars.active
     assert found == expected
+
+
+def test_a_dead_end_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = asked(["schema", "regex", None], new=20)
+    expected = plain(items, temperature=1.0)
+    accept, doomed = Matcher.accept, list[Matcher]()
+
+    def dead(self: Matcher, tokens: Sequence[int]) -> None:
+        if self in doomed:
+            raise DeadEndError("nothing is allowed")
+        if not doomed:
+            doomed.append(self)
+        accept(self, tokens)
+
+    monkeypatch.setattr(Matcher, "accept", dead)
+    config = DecodeConfig(batch_size=3, depth=3, temperature=1.0)
+    engine = Engine(structured_target(), build("medusa", structured_target()), config)
+    found = {}
+    with Session(engine, capacity=96) as session, torch.no_grad():
+        for item in items:
+            session.add(item)
+        while session.unfinished:
+            found |= {done.request.index: done for done in session.step()}
+    ends = [found[item.index].finish for item in items]
+    assert ends.count(DEAD_END) == 1 and ends[2] != DEAD_END
+    for item, end in zip(items, ends, strict=True):
+        if end != DEAD_END:
+            assert found[item.index].tokens == expected[item.index]
 
 
 def test_the_engines_structure_is_that_of_requests_without_one(tmp_path: Any) -> None:

@@ -127,6 +127,13 @@ def test_forced_tokens_spell_what_must_follow() -> None:
     assert matcher.forced(32) == []
 
 
+def test_forced_text_may_end_within_a_character() -> None:
+    texts = token_texts(structured_target())
+    options = ["да", "нет"]  # of which the first bytes are one
+    found = grammars().matcher(Constraint.choice(options)).forced(8)
+    assert b"".join(texts[token] for token in found) == options[0].encode()[:1]
+
+
 def test_masks_take_only_what_they_forbid() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
