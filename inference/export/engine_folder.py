@@ -127,7 +127,9 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
         for name, content in written.files.items():
             (fresh / name).write_bytes(content)
         if written.tokenizer:
-            target.tokenizer.save_pretrained(str(fresh))
+            several = isinstance(getattr(target.tokenizer, "chat_template", None), dict)
+            # several templates would be files in a folder of their own
+            target.tokenizer.save_pretrained(str(fresh), save_jinja_files=not several)
         if written.described:
             write_text(fresh / written.described, written.config)
         notes.files = {path.name: file_sha256(path) for path in sorted(fresh.iterdir())}

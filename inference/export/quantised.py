@@ -43,7 +43,10 @@ SCHEMES: dict[str, tuple[str, Json, Json | None]] = {
     ),
 }
 """compressed-tensors' name of the format, its settings of weights, and of activations."""
-PLAIN = ("lm_head", "re:.*markov_head.*", "re:.*confidence_head.*")
+PLAIN = (
+    *("lm_head", "re:.*markov_head.*", "re:.*confidence_head.*"),
+    *(r"re:.*_conv\..*", "re:.*lilicorr.*"),
+)
 """Modules of drafters that vLLM would build with separate linear layers and that stay
 unquantised."""
 

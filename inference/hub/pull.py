@@ -17,7 +17,7 @@ from heads.api.reading import read_object
 from inference.folders import EXPORT_FILE, discard, plain_files, put_new
 from inference.hub.config import OWN, PullConfig
 from inference.hub.exchange import Exchange, hub_address, hub_token
-from inference.manifest import MANIFEST_FILE, verify_listed, write_json
+from inference.manifest import MANIFEST_FILE, listed_files, verify_listed, write_json
 from inference.terminal import make_console
 from inference.writers import beside, only_writer
 
@@ -71,6 +71,9 @@ def _pull(config: PullConfig, partial: Path, out: Path) -> str:
     # Files are fetched one by one, because the library's download of a whole snapshot accepts an
     # incomplete folder if the Hub does not answer. Existing files are not fetched again.
     with exchange.connect() as api:
+        api.hf_hub_download(config.repo, MANIFEST_FILE, revision=commit, local_dir=partial)
+        listed = {entry["file"] for entry in listed_files(partial, PUBLISHED)} | {MANIFEST_FILE}
+        wanted = [name for name in wanted if name in listed]  # others have added the rest
         for name in wanted:
             api.hf_hub_download(config.repo, name, revision=commit, local_dir=partial)
     discard(partial / ".cache")  # the library's notes on what it has fetched

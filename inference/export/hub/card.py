@@ -168,6 +168,8 @@ def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
 def draft_code(draft: DraftFacts, rule: str) -> str:
     """The arguments of a `DecodeConfig` with the draft and the rule of the measurement."""
     code = f'shape="{draft.shape}", depth={draft.depth}'
+    if draft.shape in ("dynamic", "dartree"):
+        code += f", nodes={draft.nodes}"
     if draft.shape == "tree":
         code = f'shape="tree", choices={tuple(map(tuple, draft.choices or []))}'
     return code if rule == "match" else f'{code}, rule="{rule}"'

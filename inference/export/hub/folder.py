@@ -22,7 +22,7 @@ from heads.api.checkpoint import ADAPTER_KEY, CONFIG_FILE, WEIGHTS_FILE, read_co
 from heads.api.errors import UserError
 from inference import manifest
 from inference.decoding.decode_file import DECODE_FILE, read_current
-from inference.export.engine_folder import serve
+from inference.export.engine_folder import custom_class, serve
 from inference.export.hub.card import Training, base_model, card, select_measured
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
@@ -157,8 +157,11 @@ def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNote
             f"'{folder}' was exported from other weights ({found[:12]}...) than the drafter that "
             f"is pushed ({digest[:12]}...). Run `headstart export` again."
         )
-    command = serve(name, target, Path(name), notes.speculative_config)
-    return replace(notes, source={"checkpoint": "..", "sha256": found}, serve=command)
+    asked, place = notes.speculative_config, Path(name)
+    command = serve(notes.engine, target, place, asked, notes.decode_settings)
+    custom = custom_class(target, place, asked) if notes.serve_as_custom_class else ""
+    source = {"checkpoint": "..", "sha256": found}
+    return replace(notes, source=source, serve=command, serve_as_custom_class=custom)
 
 
 def read_training(checkpoint: Path) -> Training | None:

@@ -14,18 +14,26 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from huggingface_hub import CommitOperationAdd, HfApi, metadata_load, try_to_load_from_cache
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    metadata_load,
+    try_to_load_from_cache,
+)
 from rich.console import Console
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.export.hub.config import PushConfig
-from inference.export.hub.folder import Sources, build_folder, check_folder
+from inference.export.hub.folder import STAGE, Sources, build_folder, check_folder
 from inference.export.layouts.registry import ROUTES, Route
 from inference.hub.config import REPO_NAME
 from inference.hub.exchange import Exchange, hub_address, hub_token
+from inference.manifest import MANIFEST_FILE, listed_files
 from inference.terminal import make_console, make_table
 from inference.writers import beside, only_writer
 
@@ -169,9 +177,27 @@ def upload(config: PushConfig, folder: Path) -> str:
         if config.create:
             api.create_repo(config.repo, private=config.private, exist_ok=True)
         # create_commit rather than upload_folder: the latter may split a push into several commits
+        operations: list[CommitOperationAdd | CommitOperationDelete]
         operations = [CommitOperationAdd(name, str(folder / name)) for name in files]
+        old = sorted(pushed_before(api, config.repo) - set(files))
+        operations += [CommitOperationDelete(name) for name in old]
         commit = api.create_commit(config.repo, operations, commit_message=config.message)
     return str(commit.commit_url)
+
+
+def pushed_before(api: HfApi, repo: str) -> set[str]:
+    """The files of an earlier push that are in the repository. Files that others put there are not
+    among them."""
+    info = api.model_info(repo)
+    there = {file.rfilename for file in info.siblings or ()}
+    if MANIFEST_FILE not in there:
+        return set()
+    with TemporaryDirectory() as place:
+        api.hf_hub_download(repo, MANIFEST_FILE, revision=info.sha, local_dir=place)
+        try:
+            return there & {entry["file"] for entry in listed_files(Path(place), STAGE)}
+        except UserError:  # a manifest of somebody else's
+            return set()
 
 
 def collect(config: PushConfig) -> str:

@@ -142,8 +142,9 @@ class Target:
             )
         if chosen >= 0:
             return chosen
-        if len(self.tokenizer) < size:
-            return len(self.tokenizer)
+        after = 1 + max(self.tokenizer.get_vocab().values())
+        if after < size:
+            return after
         ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id}
         names = [(i, name) for name, i in self.tokenizer.get_vocab().items() if i not in ends]
         for word in ("unused", "reserved", "pad"):

@@ -154,9 +154,40 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         written.notes.append(
             "the temperatures that calibrate the confidence per depth have no place in the layout"
         )
+    if config.dependency != "none":
+        place_scale(written, target, method)
     if learned:
         place_mask(written, ours["mask_embedding"], token, method, target)
     return written
+
+
+def place_scale(written: Written, target: Target, method: str) -> None:
+    """Write the scale and the cap of the target's logits, to which a dependency's scores are added,
+    or a note where the layout has no key for them."""
+    described = target.described
+    scale = float(getattr(described, "logit_scale", None) or 1.0)
+    scale /= float(getattr(described, "logits_scaling", None) or 1.0)
+    names = ("final_logit_softcapping", "logits_soft_cap")
+    cap = next((value for name in names if (value := getattr(described, name, None))), None)
+    lost = []
+    if scale != 1.0 and method in ("dspark", "dflash2"):
+        place, key = (
+            (written.config, "logit_scale")
+            if method == "dspark"
+            else (written.config["dflash_config"], "output_multiplier")
+        )
+        place[key] = scale
+    elif scale != 1.0:
+        lost.append(f"scale ({scale:g})")
+    if cap and method == "dflash2":
+        written.config["dflash_config"]["final_logit_softcapping"] = float(cap)
+    elif cap:
+        lost.append(f"cap ({float(cap):g})")
+    if lost:
+        written.notes.append(
+            f"the engine leaves out the {' and the '.join(lost)} of the target's logits, to which "
+            "the drafter's own scores are added: fewer drafts are accepted than measured here"
+        )
 
 
 def own_keys(config: Config, method: str, block: Json) -> Json:

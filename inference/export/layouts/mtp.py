@@ -89,6 +89,10 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     if vllm and wrong:
         what = f"its layer is not built like the target's ({', '.join(wrong)})"
         raise base.refuse(what, "vLLM", "Train with the target's own sizes (0).")
+    rope = target.rope
+    if vllm and (rope.get("rope_type", "default") != "default" or llama.is_partial(rope)):
+        what = "it rotates the layer as the target's, whose scaling the drafter was trained without"
+        raise base.refuse(what, "vLLM", "Export for sglang, or train head=eagle3.")
     tensors = base.give(rows(shape, info), checkpoint.tensors)
     tensors[PROJECTION] = swap_halves(tensors[PROJECTION])
     dtype = tensors[PROJECTION].dtype

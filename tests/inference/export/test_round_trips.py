@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.config import ENGINES
 from inference.export.importing import import_folder
+from inference.export.layouts.base import Written
+from inference.export.layouts.dflash import place_scale
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.registry import ROUTES, Route
 from inference.target.model import TargetModel
@@ -60,6 +63,15 @@ def test_scaled_rotary_positions_of_the_target_are_followed(tmp_path: Path, name
     described = json.loads((tmp_path / "out" / "config.json").read_text())
     assert described["rope_parameters"] == LLAMA3
     assert forward_gap(tmp_path / "out", scaled, mine) < 1e-4
+
+
+def test_an_mtp_block_is_for_vllm_only_where_the_target_rotates_as_it_does(tmp_path: Path) -> None:
+    """vLLM rotates the block as the target's layers, whatever its folder says."""
+    scaled = load_target(save_target(tmp_path / "target", rope_parameters=LLAMA3))
+    mine = save(scaled, "fastmtp", tmp_path / "mine")
+    with pytest.raises(UserError, match="rotates the layer as the target's"):
+        write(scaled, mine, tmp_path / "vllm", "vllm")
+    write(scaled, mine, tmp_path / "sglang", "sglang")
 
 
 @pytest.mark.parametrize("name", ["eagle3_plain", "dflash", "medusa"])
@@ -145,6 +157,25 @@ def test_vllm_is_told_the_number_of_mtp_blocks(target: TargetModel, tmp_path: Pa
     assert facts.hf_overrides == {"num_nextn_predict_layers": 1}
     assert """--hf-overrides '{"num_nextn_predict_layers": 1}'""" in facts.serve
     assert write(target, mine, tmp_path / "sglang", "sglang").hf_overrides == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "place", "key"),
+    [("dspark", "", "logit_scale"), ("dflash2", "dflash_config", "output_multiplier")],
+)
+def test_the_scale_of_the_targets_logits_goes_along(method: str, place: str, key: str) -> None:
+    written, target = Written({"dflash_config": {}}, {}, {}), SimpleNamespace()
+    target.described = SimpleNamespace(logits_scaling=4.0, final_logit_softcapping=30.0)
+    place_scale(written, target, method)  # type: ignore[arg-type]
+    found = written.config[place] if place else written.config
+    assert found[key] == 0.25
+    if method == "dflash2":
+        assert found["final_logit_softcapping"] == 30.0 and not written.notes
+    else:
+        assert "leaves out the cap (30)" in written.notes[0]
+    other = Written({"dflash_config": {}}, {}, {})
+    place_scale(other, target, "lilicorr")  # type: ignore[arg-type]
+    assert "scale (0.25) and the cap (30)" in other.notes[0]
 
 
 def test_another_target_an_existing_folder_and_a_telling_path_are_refused(

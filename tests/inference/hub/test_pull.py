@@ -41,6 +41,7 @@ def pushed(hub: HubStandIn, tmp_path: Path) -> Path:
         console=Console(quiet=True),
     )
     hub.repos[REPO][".gitattributes"] = b"*.safetensors filter=lfs"  # as the Hub adds it
+    hub.repos[REPO]["LICENSE"] = b"added by hand"
     return tmp_path / "hub"
 
 

@@ -255,6 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
         self.hub.repos[repo] = files
         oid = hashlib.sha1(body).hexdigest()
         self.answer(

@@ -338,6 +338,18 @@ def test_several_reports_go_along(tmp_path: Path) -> None:
     assert len(check_folder(folder)) == len(FILES) + 1
 
 
+def test_a_push_removes_what_an_earlier_one_left_and_nothing_else(
+    hub: HubStandIn, tmp_path: Path
+) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    reports = [write_measured(tmp_path / name, digest) for name in ("first", "second")]
+    upload(REAL, build(tmp_path / "best", reports, tmp_path / "both", REAL))
+    hub.repos[REPO]["LICENSE"] = b"added by hand"
+    folder = build(tmp_path / "best", reports[:1], tmp_path / "one", REAL)
+    upload(REAL, folder)
+    assert hub.repos[REPO] == {**contents(folder), "LICENSE": b"added by hand"}
+
+
 def test_building_again_replaces_only_what_was_built(
     measured: tuple[Path, Path], tmp_path: Path
 ) -> None:
