@@ -168,7 +168,8 @@ class Drafter(ChainDrafter):
         found, parts = ROW_LOSSES(logits, wanted, None, names), []
         if config.feature_weight > 0:
             assert batch.last_hidden is not None
-            true = batch.last_hidden.flatten(0, 1)[states_at]
+            # the teacher's, without gradient: in joint training the states have a graph
+            true = batch.last_hidden.detach().flatten(0, 1)[states_at]
             parts.append(config.feature_weight * losses.feature_distance(outputs, true))
         if config.logit_weight > 0:
             parts.append(config.logit_weight * found[SOFT_CROSS_ENTROPY])

@@ -116,8 +116,9 @@ class Snapshot:
 
 @contextmanager
 def scratch(state: Any) -> Iterator[None]:
-    """Restore every tensor of a drafter's state at the end of the block; see `Snapshot`."""
-    saved = Snapshot(state)
+    """Restore every tensor of a drafter's state at the end of the block, those that rows share
+    included; see `Snapshot`."""
+    saved = Snapshot(state, shared=True)
     yield
     saved.restore()
 

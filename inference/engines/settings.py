@@ -121,10 +121,12 @@ def sglang_settings(drafts: Mapping[int, Draft]) -> Json:
     for path in chosen.choices:
         children[path[:-1]] = children.get(path[:-1], 0) + 1
     width = chosen.width or max(children.values(), default=1)
+    # the root, its children, and the children of `width` nodes at each further level
+    most = 1 + width + (chosen.depth - 1) * width**2
     return {
         "--speculative-num-steps": chosen.depth,
         "--speculative-eagle-topk": width,
-        "--speculative-num-draft-tokens": chosen.size,
+        "--speculative-num-draft-tokens": min(chosen.size, most),
     }
 
 

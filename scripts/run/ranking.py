@@ -78,6 +78,8 @@ def result_of(settings: Settings) -> tuple[float | None, Reached]:
     entries = read_report(file).drafters
     if stage == "loop":
         entries = [item for item in entries if item.path] or entries
+    if not entries:  # of a server, which has no drafters of ours
+        return None, Reached(shown(file.parent))
     value = "speedup" if stage == "measure" else "tau"
     best = max(entries, key=lambda item: getattr(item, value) or 0.0)
     tau_ci95, speedup_ci95 = pair(best.tau_ci95), pair(best.speedup_ci95)

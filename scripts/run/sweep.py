@@ -221,6 +221,10 @@ def combine(stage: Stage, own: Sequence[Override]) -> list[list[str]]:
     return [name_job(stage, job, swept)[0] for job in itertools.product(*choices)]
 
 
+SELECTING = ("export", "push", "tune")
+"""Stages in which `run.drafter` selects a drafter, and names no folder."""
+
+
 def name_job(
     stage: Stage, job: Sequence[str], swept: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
@@ -234,7 +238,7 @@ def name_job(
         named, key = [key for key in found if key != "run.name"], f"{stage.name}.name"
     else:
         key = "run.drafter"
-    if not named or key in values:
+    if not named or key in values or stage.name in SELECTING:
         return texts, found
     label = [values["head"]] if "head" in values and stage.name not in NAMED else []
     label += [f"{name.split('.')[-1]}={short(values[name])}" for name in named]

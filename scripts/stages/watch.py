@@ -39,7 +39,8 @@ def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     config = settings.watch
     path = reference_path(config.reference or found.folder)
     prepare_process(settings.run)
-    target, own = TargetModel.load(settings.target), drafters.draft_settings(found, decode)
+    asked = drafters.asked_draft(settings)
+    target, own = TargetModel.load(settings.target), drafters.draft_settings(found, decode, asked)
     prompts = load(settings).prompts
     with only_writer(path.parent, ".watch.writer.json"):
         reference = learn_reference(config, prompts, found.folder, target, own, str(path))

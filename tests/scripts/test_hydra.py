@@ -80,6 +80,8 @@ def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
     # a loop whose recipes name their drafters is told apart by its run
     loops = expand(STAGES["loop"], parse(["experiment=demo", "data.limit=8,16"]))
     assert [job[-1] for job in loops] == ["run.name='demo-limit=8'", "run.name='demo-limit=16'"]
+    exported = expand(STAGES["export"], parse(["export.engine=vllm,sglang"]))
+    assert exported == [["export.engine=vllm"], ["export.engine=sglang"]]  # of the run's drafter
     drawn = name_job(train, ["++optim.lr=0.0012520653814999472"], ["optim.lr"])[0]
     assert drawn == ["optim.lr=0.0012520653814999472", "run.drafter='lr=0.00125207'"]
 

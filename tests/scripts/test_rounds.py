@@ -17,6 +17,7 @@ from inference.measure.metrics import Gain
 from inference.verifications import read_facts
 from scripts.config.schema import Settings, load_settings, read_settings, write_settings
 from scripts.config.stages import STAGES
+from scripts.run import drafters
 from scripts.stages.loop import facts as rounds_facts
 from scripts.stages.loop.facts import HelpedGeneration, LoopRecord, RoundRecord, Spent
 from scripts.stages.loop.plan import RoundPlan
@@ -454,6 +455,9 @@ def test_the_best_round_is_the_runs_drafter(killed: tuple[dict[str, Any], Path])
         best["weights_sha256"]
     ]
     assert not (run / "train" / "medusa" / "checkpoints").exists()
+    # measurements look there for prompts that were trained on
+    answers = drafters.answers_of(drafters.at(run / "train" / "medusa"))
+    assert answers and all((folder / "manifest.json").is_file() for folder in answers)
 
 
 def test_afterwards_the_rounds_are_compared_with_one_open_loop_training(

@@ -22,7 +22,7 @@ from inference.measure.metrics import Gain
 from inference.target.model import TargetModel
 from inference.writers import only_writer
 from scripts.config.schema import Settings
-from scripts.run.folder import read_record
+from scripts.run.folder import name_of, named_file, read_record
 from scripts.run.process import shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, begin, place
@@ -343,6 +343,11 @@ class Rounds:
             record = read_record(fresh)
             if record is not None:
                 record.copied_from = str(source)
+                # inputs are named from the record's folder, which is another one now
+                record.inputs = {
+                    name_of(named_file(name, source), out, self.run_folder): digest
+                    for name, digest in record.inputs.items()
+                }
                 record.write(fresh)
 
 
