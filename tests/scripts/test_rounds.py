@@ -442,8 +442,11 @@ def test_trials_say_what_pays_and_turn_off_the_rest(killed: tuple[dict[str, Any]
     )
 
 
-def test_the_best_round_is_the_runs_drafter(killed: tuple[dict[str, Any], Path]) -> None:
+def test_the_best_round_is_the_runs_drafter(
+    killed: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = killed[1]
+    monkeypatch.chdir(run.parent)
     content = json.loads((run / "loop.json").read_text())
     best = content["rounds"][content["best"]["round"]]["training"]
     assert (

@@ -67,6 +67,18 @@ def test_sglang_takes_trees() -> None:
     }
 
 
+def test_sglang_is_asked_for_no_more_nodes_than_it_grows() -> None:
+    """From two nodes of a level it grows four, of which two go on."""
+    paths = {()}
+    for _ in range(6):  # all paths of ranks 0 and 1, with rank 1 at most once
+        paths |= {(*path, rank) for path in paths for rank in (0, 1) if sum(path) + rank < 2}
+    static = Draft("tree", 6, choices=tuple(sorted(paths - {()})))
+    assert static.size > 23
+    found = engine_settings({1: static})["sglang"]
+    assert found["--speculative-eagle-topk"] == 2
+    assert found["--speculative-num-draft-tokens"] == 1 + 2 + 5 * 4
+
+
 def test_the_greedy_rows_are_taken() -> None:
     rows = [(1, 0.0, chain(4)), (8, 0.0, chain(2)), (1, 1.0, chain(1))]
     assert greedy_drafts(rows) == {1: chain(4), 8: chain(2)}

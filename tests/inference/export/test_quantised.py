@@ -16,6 +16,7 @@ from inference.export.check.verify import verify
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.registry import LAYOUTS
+from inference.export.quantised import PLAIN
 from inference.target.model import TargetModel
 from inference.target.packed_weights import dequantise, error_bound, sort_parts
 from tests.inference.export.ground import save, target_config, tensors, write
@@ -121,3 +122,16 @@ def test_another_librarys_layout_is_refused(target: TargetModel, tmp_path: Path)
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match="is quantised with awq"):
         verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
+
+
+def test_modules_that_vllm_builds_with_layers_of_their_own_stay_as_they_are() -> None:
+    """DFlash 2's convolutions and LiLiCorr's correlator: vLLM would read them without scales."""
+    patterns = [one.removeprefix("re:") for one in PLAIN if one.startswith("re:")]
+    for name in (
+        "layers.0.attention_conv.kernel_projection",
+        "layers.1.mlp_conv.kernel_projection",
+        "lilicorr.token_proj",
+        "lilicorr.layers.0.mlp.up_proj",
+    ):
+        assert any(re.match(pattern, name) for pattern in patterns), name
+    assert not any(re.match(pattern, "layers.0.mlp.up_proj") for pattern in patterns)

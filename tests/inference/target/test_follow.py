@@ -140,7 +140,10 @@ NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
         (lambda state: {**state, DOWN: state[DOWN][:5]}, "of another shape"),
         (lambda state: {**state, DOWN: state[DOWN] * float("nan")}, "not finite"),
         (lambda state: {"q_proj.lora_A.weight": torch.zeros(2, 2)}, "without their scale"),
-        (lambda state: Updates(1, 1.0, {"model.none": (torch.zeros(1, 2), torch.zeros(2, 1))}), "there is none"),
+        (
+            lambda state: Updates(1, 1.0, {"model.none": (torch.zeros(1, 2), torch.zeros(2, 1))}),
+            "there is none",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_whole(change: Any, said: str) -> None:
