@@ -88,12 +88,8 @@ class Objective:
         """The weighted sum [R] of the losses `names`."""
         values = [weight * found[name] for name, weight in self.weights.items()]
         if self.annealed_lk > 0:
-            kl, distance = found[FORWARD_KL], found[TOTAL_VARIATION]
-            # each prediction's own: a mean would depend on how rows are dealt to passes
-            acceptance = 1.0 - distance.detach()
-            values.append(
-                self.annealed_lk * losses.annealed_lk(kl, distance, acceptance=acceptance)
-            )
+            annealed = losses.annealed_lk(found[FORWARD_KL], found[TOTAL_VARIATION])
+            values.append(self.annealed_lk * annealed)
         return torch.stack(values).sum(0)
 
 

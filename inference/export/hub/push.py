@@ -196,7 +196,7 @@ def pushed_before(api: HfApi, repo: str) -> set[str]:
         api.hf_hub_download(repo, MANIFEST_FILE, revision=info.sha, local_dir=place)
         try:
             return there & {entry["file"] for entry in listed_files(Path(place), STAGE)}
-        except UserError:  # a manifest of somebody else's
+        except UserError:  # another program's manifest
             return set()
 
 
