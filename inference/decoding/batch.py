@@ -82,9 +82,13 @@ class BatchRun:
         for request in [request for request in self.waiting if request.index in self.cancelled]:
             self.waiting.remove(request)
             dropped.append(Completion(request, finish="cancelled"))
+        self.forget_cancelled()
+        return dropped
+
+    def forget_cancelled(self) -> None:
+        """Forget cancellations, once no request is left that they could concern."""
         self.cancelled.clear()
         self.dead.clear()
-        return dropped
 
     # One verification of all rows
 

@@ -237,7 +237,7 @@ class Session:
         ended."""
         run = self._run
         if not run.unfinished:
-            run.cancelled.clear()
+            run.forget_cancelled()
             return self._take_late()
         if not run.waiting:
             run.close_ranks()

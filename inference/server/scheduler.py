@@ -376,6 +376,7 @@ class Scheduler:
             del self._live[job.index]
             why = "the grammar of this request allows no further token of this model"
             self._out.append((job, Failed(ApiError(400, f"{why}, not even end of text."))))
+            self._record(job, "cancelled")
             return
         self._end(job, completion.finish)
 

@@ -113,7 +113,7 @@ def split_settings(size: int) -> Any:
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether every process has a part of the tensor."""
+    """Whether every process has only a part of the tensor."""
     return isinstance(tensor, DTensor)
 
 

@@ -220,17 +220,18 @@ def test_the_chain_is_the_upper_levels_own_as_far_as_it_gets(
 
 
 @torch.no_grad()
-def test_proposing_leaves_the_lower_level_as_it_was() -> None:
+@pytest.mark.parametrize("lower", [NGRAM, {"kind": "suffix"}], ids=["ngram", "suffix"])
+def test_proposing_leaves_the_lower_level_as_it_was(lower: dict[str, Any]) -> None:
+    """The archive of a suffix part too, which all rows share: it holds committed text alone."""
     target = micro_target()
-    drafter = cascade(target, NGRAM, EARLY, rounds=3)
+    drafter = cascade(target, lower, EARLY, rounds=3)
     state = drafter.start(
         seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), TokenTree.chain(6), 32
     )
-    before = [value.clone() for value in state_tensors(state.parts[0])]
+    before = [value.clone() for value in state_tensors(state.parts[0], shared=True)]
     first = drafter.propose(state, PlainNoise())
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, state_tensors(state.parts[0]), strict=True)
-    )
+    now = state_tensors(state.parts[0], shared=True)
+    assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
     second = drafter.propose(state, PlainNoise())
     assert torch.equal(first.tokens, second.tokens)
     assert state.passes.tolist() == [6, 6] and first.limit is not None

@@ -119,6 +119,22 @@ def test_a_stale_drafter_is_restored(
     assert tau(after, best, new) > stale_tau + share * (fresh_tau - stale_tau)
 
 
+def test_a_head_that_is_not_trained_becomes_the_new_targets(
+    before: Path, after: Path, tmp_path: Path
+) -> None:
+    old, new = (
+        TargetModel.load(TargetConfig(str(folder / "target"))) for folder in (before, after)
+    )
+    with torch.no_grad():  # the embedding too, which is the same weight
+        new.weights.lm_head.mul_(1.5)
+    config = get_kind("eagle3").config_class(taps=(0, 1), draft_vocab_size=0)
+    drafter = new_drafter("eagle3", config, old.info, old.weights, 0)
+    save_drafter(drafter, tmp_path, old.info)
+    fresh = new_drafter("eagle3", config, new.info, new.weights, 0)
+    load_start(fresh, tmp_path, new.info, other_target=True)
+    assert torch.equal(fresh.lm_head.weight, new.weights.lm_head.to(fresh.lm_head.weight.dtype))
+
+
 def test_the_result_is_an_ordinary_checkpoint(before: Path, after: Path, tmp_path: Path) -> None:
     """Plain names, the new target's facts, the frozen parts untouched, every linear layer changed
     by a matrix of the rank."""

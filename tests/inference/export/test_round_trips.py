@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.config import ENGINES
 from inference.export.importing import import_folder
-from inference.export.layouts.base import Written
+from inference.export.layouts.base import Target, Written
 from inference.export.layouts.dflash import place_scale
 from inference.export.layouts.folder import Folder
 from inference.export.layouts.registry import ROUTES, Route
@@ -176,6 +177,12 @@ def test_the_scale_of_the_targets_logits_goes_along(method: str, place: str, key
     other = Written({"dflash_config": {}}, {}, {})
     place_scale(other, target, "lilicorr")  # type: ignore[arg-type]
     assert "scale (0.25) and the cap (30)" in other.notes[0]
+
+
+def test_an_unused_token_lies_behind_the_last_id_even_if_ids_have_gaps() -> None:
+    target: Any = SimpleNamespace(described=SimpleNamespace(vocab_size=12))
+    target.tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1, "<|user|>": 9})
+    assert Target.unused_token(target, -1) == 10
 
 
 def test_another_target_an_existing_folder_and_a_telling_path_are_refused(

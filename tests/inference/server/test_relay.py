@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from inference.server.config import ServeConfig
 from inference.server.front.secret import Secret
 from inference.server.front.server import HttpServer, bind
 from inference.server.front.site import Message, Receive, Send, Site
-from inference.server.relay import OPEN_PATHS, AnswerReader, Relay
+from inference.server.relay import OPEN_PATHS, AnswerReader, Relay, run_relay
 from inference.server.samples import TrafficSamples
 from inference.verifications import record_facts
 from tests.inference.server.running import MODEL, Running, serving
@@ -319,6 +321,36 @@ def test_an_answer_that_calls_a_tool_is_a_sample_that_has_ended() -> None:
     choice = {"index": 0, "prompt_token_ids": [1], "token_ids": [2], "finish_reason": "tool_calls"}
     reader.feed(json.dumps({"choices": [choice]}).encode())
     assert [one.finish for one in reader.end()] == ["tool_calls"] and reader.ids
+
+
+def test_a_second_signal_ends_open_answers_at_once(engine: Engine, tmp_path: Path) -> None:
+    reached, end = threading.Event(), asyncio.Event()
+
+    async def silent(scope: Message, receive: Receive, send: Send) -> None:
+        reached.set()
+        await end.wait()
+
+    samples = TrafficSamples(tmp_path, record_facts(engine, "d"), 10**9, 1.0)
+    config = ServeConfig(grace_seconds=120.0)
+    listening = bind("serve", "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/models"
+
+    def leave_no_time() -> None:
+        with suppress(httpx.HTTPError):
+            ask = threading.Thread(target=httpx.get, args=(address,), daemon=True)
+            ask.start()
+        assert reached.wait(30)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    with fronted(Site(silent)) as base:
+        relay = Relay(base, samples, config.domain)
+        killer = threading.Thread(target=leave_no_time)
+        begun = time.monotonic()
+        run_relay(relay, Site(relay), listening, config, killer.start)
+        killer.join()
+    assert time.monotonic() - begun < 60
 
 
 # Reading

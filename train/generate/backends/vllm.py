@@ -42,6 +42,8 @@ class VllmBackend:
         """Tokens of a prompt that leave room for one of the answer."""
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
+        """An answer or a refusal for every request, in groups of `TOGETHER`, the refusals of a
+        group first. A prompt that leaves no room for an answer (`longest`) is refused."""
         waiting = iter(requests)
         while asked := list(islice(waiting, TOGETHER)):
             lot = [request for request in asked if len(request.tokens) <= self.longest]

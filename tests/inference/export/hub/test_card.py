@@ -16,12 +16,12 @@ from heads.medusa import Config as MedusaConfig
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
-from inference.export.hub.card import card
+from inference.export.hub.card import card, draft_code
 from inference.export.hub.config import PushConfig
 from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt
 from inference.measure.run import measure
-from inference.report.model import parse_report
+from inference.report.model import DraftFacts, parse_report
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.export.hub.example_folder import CONFIG, build, report_of
@@ -47,6 +47,12 @@ def written(
     )
     _, matter, body = text.split("---\n", 2)
     return yaml.safe_load(matter), body
+
+
+@pytest.mark.parametrize("shape", ["dynamic", "dartree"])
+def test_the_code_drafts_the_measured_number_of_nodes(shape: str) -> None:
+    facts = DraftFacts(shape=shape, depth=6, nodes=26, weights_sha256=DIGEST)
+    assert draft_code(facts, "match") == f'shape="{shape}", depth=6, nodes=26'
 
 
 def test_what_a_card_quotes_is_text() -> None:

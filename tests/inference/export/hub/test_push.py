@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import huggingface_hub
@@ -19,8 +19,9 @@ from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.export.hub.config import PushConfig
-from inference.export.hub.folder import Sources, check_folder
+from inference.export.hub.folder import Sources, check_folder, read_export
 from inference.export.hub.push import push, upload
+from inference.folders import EXPORT_FILE
 from inference.manifest import file_entry, file_sha256, write_manifest
 from inference.report.model import read_report
 from tests.inference.export.hub.example_folder import (
@@ -440,6 +441,23 @@ def test_an_engines_folder_goes_along_and_the_card_says_how_to_serve_it(
         assert str(tmp_path) not in pushed[f"{engine}/headstart_export.json"].decode(), (
             "paths of this machine stay here"
         )
+
+
+def test_a_pushed_command_is_that_of_the_export_whatever_its_folder_is_called(
+    tmp_path: Path,
+) -> None:
+    folder, digest = write_export(tmp_path / "vllm-int8", "0" * 64), "0" * 64
+    told = json.loads((folder / EXPORT_FILE).read_text())
+    lengths = {"num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 64, 1]]}
+    told |= {"engine": "vllm", "decode_settings": lengths}
+    told["speculative_config"]["method"] = "medusa"
+    told["serve_as_custom_class"] = f"PYTHONPATH={tmp_path} vllm serve {tmp_path}"
+    (folder / EXPORT_FILE).write_text(json.dumps(told))
+    notes = read_export("vllm-int8", folder, digest, "someone/target-1b")
+    assert notes.serve.startswith("vllm serve someone/target-1b ")
+    assert '"model": "vllm-int8"' in notes.serve and "per_batch_size" in notes.serve
+    assert "custom_class" in notes.serve_as_custom_class
+    assert str(tmp_path) not in json.dumps(asdict(notes))
 
 
 def test_an_export_of_other_weights_is_refused(measured: tuple[Path, Path], tmp_path: Path) -> None:
