@@ -68,9 +68,11 @@ class Config:
 @dataclass(frozen=True, eq=False)
 class Plan:
     """The shape that each part fills. With speed_up, the cascade fills `tree` in at most `rounds`
-    rounds. Shared between the rows of a batch."""
+    rounds; with join, the parts `asked` draft, and no node is left for the others. Shared between
+    the rows of a batch."""
 
     shapes: list[DraftShape]
+    asked: tuple[int, ...] = ()
     tree: TreePlan | None = None
     rounds: int = 0
     shared_between_rows: ClassVar[bool] = True
@@ -197,14 +199,18 @@ class Drafter(TrainableDrafter):
         if self.config.mode == "join":
             more = len(self.drafters) - 1
             branches = (*self.config.branches, *[self.config.branches[-1]] * more)[:more]
-            return Plan(split_shape(shape, branches, device))
+            shapes = split_shape(shape, branches, device)
+            asked = tuple(i for i, part in enumerate(shapes) if part.num_nodes > 1)
+            # a part that is not asked still needs a shape that its kind can fill
+            unasked = TokenTree.chain(1, device)
+            return Plan([part if i in asked else unasked for i, part in enumerate(shapes)], asked)
         refuse_dartree(shape)
         shape = one_path(shape, device)
         # every round adds at least one token
         rounds = max(0, min(self.config.rounds, shape.max_depth - 1))
         lower = TokenTree.chain(self.config.proposed, device)
         upper = TokenTree.chain(max(1, rounds * (self.config.proposed + 1)), device)
-        return Plan([lower, upper], TreePlan.of(shape), rounds)
+        return Plan([lower, upper], tree=TreePlan.of(shape), rounds=rounds)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """See the protocol. With speed_up, the upper level's own chain as far as it was drafted."""
@@ -220,7 +226,7 @@ class Drafter(TrainableDrafter):
 
     def _joined(self, state: State, noise: Noise) -> Proposal:
         """The drafts of all parts with a share of the nodes; a single one drafts as if alone."""
-        asked = [number for number, shape in enumerate(state.plan.shapes) if shape.num_nodes > 1]
+        asked = state.plan.asked
         heard = noise if len(asked) == 1 else Quiet(noise)
         return join([self.drafters[i].propose(state.parts[i], heard) for i in asked])
 

@@ -318,11 +318,11 @@ def changes(
         if known
         else settings.run
     )
-    sides = (Path(known), own.directory), (Path.cwd(), settings.run.directory)
+    then, now = (Path(known), own.directory), (Path.cwd(), settings.run.directory)
     moved = {
         key
         for key in different(before, after)
-        if placed(before.get(key), *sides[0]) == placed(after.get(key), *sides[1])
+        if moved_with(then, before.get(key), now, after.get(key))
     }
     return [
         f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
@@ -331,9 +331,17 @@ def changes(
     ] + [f"{name} has changed" for name in other_inputs(previous.inputs, hashes)]
 
 
+def moved_with(then: tuple[Path, Path], before: Any, now: tuple[Path, Path], after: Any) -> bool:
+    """Whether a setting has changed only because the run was moved, alone or with the folder that
+    it lies in (a round reads the rounds beside it). then, now: the working directory, and the run's
+    folder relative to it."""
+    runs = ((then[1], now[1]), (then[1].parent, now[1].parent))
+    return any(placed(before, then[0], own) == placed(after, now[0], new) for own, new in runs)
+
+
 def placed(value: Any, here: Path, run: Path) -> Any:
     """A setting whose texts are replaced by the paths that they may be: absolute, or relative to
-    the run's folder if they lie in it. here: the working directory; run: relative to it."""
+    a folder if they lie in it. here: the working directory; run: the folder, relative to it."""
     if isinstance(value, list | tuple):
         return [placed(item, here, run) for item in value]
     if not isinstance(value, str) or not value:

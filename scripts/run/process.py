@@ -29,6 +29,7 @@ from inference.terminal import make_console
 from scripts.config.fields import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
+from train.memory import keep_freed_memory
 
 PACKAGES = (
     "torch transformers accelerate datasets peft deepspeed hydra-core safetensors triton headstart"
@@ -115,12 +116,15 @@ def device(settings: Settings) -> dict[str, Any]:
 
 
 def prepare_process(config: RunConfig) -> None:
-    """Seed all generators, set torch's threads, and disable the progress bars of libraries."""
+    """Seed all generators, set torch's threads, let a CPU keep the memory that its tensors free,
+    and disable the progress bars of libraries."""
     random.seed(config.seed)
     np.random.seed(config.seed)  # libraries draw from the global state
     torch.manual_seed(config.seed)
     if config.threads:
         torch.set_num_threads(config.threads)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # read at its import
 

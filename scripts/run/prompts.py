@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from scripts.config.schema import Settings
 from scripts.run.process import shown
 from train.data.answers import held_out_prompts
 from train.data.held_out import load_any_prompts
+from train.data.tables import local_files
 
 EMBEDDED = "embedded"
 """The data and the bench with the embedded target's prompts."""
@@ -52,6 +54,19 @@ def load(settings: Settings) -> Loaded:
     """The prompts of `bench`, and the commit of their dataset."""
     bench = bench_of(settings)
     return load_any_prompts(bench.prompts, bench.dataset, bench.domains)
+
+
+def prompt_files(*sources: str) -> list[Path]:
+    """The local files of datasets or prompts, in order, without duplicates. There are none for a
+    dataset of the Hub, and for a source that does not exist, which the stage refuses."""
+    found: dict[Path, None] = {}
+    for source in filter(None, sources):
+        files = None
+        with suppress(UserError):
+            files = local_files(source)
+        inside = sorted(files.rglob("*")) if isinstance(files, Path) else files or []
+        found |= dict.fromkeys(path for path in inside if path.is_file())
+    return list(found)
 
 
 def validation_prompts(settings: Settings, key: str, given: str) -> str:

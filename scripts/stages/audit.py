@@ -23,7 +23,7 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder, require_run
 from scripts.run.process import console, prepare_process, progress, say, shown
-from scripts.run.prompts import load
+from scripts.run.prompts import bench_of, load, prompt_files
 
 
 def run(settings: Settings) -> int:
@@ -34,7 +34,8 @@ def run(settings: Settings) -> int:
     named = [drafters.find(name, settings.run) for name in config.drafters]
     found = named or list(drafters.list_trained(settings.run).values())
     found += [drafters.find(kind, settings.run) for kind in config.kinds]
-    folder = open_folder(settings, out, drafters.weight_files(found), stage_decides=True)
+    files = [*drafters.weight_files(found), *prompt_files(bench_of(settings).prompts)]
+    folder = open_folder(settings, out, files, stage_decides=True)
     if not folder.skip():
         prepare_process(settings.run)
         examine(settings, found, out, folder.session["git"])
@@ -56,8 +57,11 @@ def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str
         seed = settings.run.seed
         return new_drafter(head.kind, head.config, target.info, target.weights, seed=seed)
 
+    asked = drafters.asked_draft(settings)
     contestants = [
-        Contestant(item.name, partial(drafters.load, item), drafters.draft_settings(item, decode))
+        Contestant(
+            item.name, partial(drafters.load, item), drafters.draft_settings(item, decode, asked)
+        )
         for item in found
     ]
     if all(item.checkpoint is None for item in found):
@@ -66,7 +70,7 @@ def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str
     with progress("audit") as show:
         prompts = load(settings).prompts
         findings = run_audit(config, decode, load_target, contestants, prompts, show)
-    asked = {"audit": asdict(config), "decode": asdict(decode), "dtype": settings.target.dtype_name}
-    audit = make_audit(findings, asked, {**process_facts(), "git": git})
+    given = {"audit": asdict(config), "decode": asdict(decode), "dtype": settings.target.dtype_name}
+    audit = make_audit(findings, given, {**process_facts(), "git": git})
     write(audit, out)
     write_markdown(audit, out)

@@ -12,6 +12,7 @@ from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import open_folder
 from scripts.run.process import prepare_process
+from scripts.run.prompts import prompt_files
 from train.data.config import DataConfig, HeldOut
 from train.generate.run import generate
 
@@ -22,7 +23,8 @@ OWN = "own"
 def run(settings: Settings) -> None:
     """Generate answers, continuing an interrupted folder; a complete one is left unchanged."""
     out = settings.run.directory / "generate"
-    folder = open_folder(settings, out, stage_decides=True, may_refuse=True)
+    files = prompt_files(*(source.path for source in settings.data.sources))
+    folder = open_folder(settings, out, files, stage_decides=True, may_refuse=True)
     if folder.skip():
         return
     prepare_process(settings.run)

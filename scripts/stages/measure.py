@@ -25,7 +25,7 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder, require_run
 from scripts.run.process import console, prepare_process, say, say_what_debug_means, shown
-from scripts.run.prompts import bench_of, load
+from scripts.run.prompts import bench_of, load, prompt_files
 from train.data.dedup.leaks import Leaks, find_leaks
 
 
@@ -51,8 +51,7 @@ def measure_run(
             "measure.kinds=[ngram] for drafters that need no training.",
         )
     found, bench = chosen(settings.measure, settings.run), bench_of(settings)
-    own = [] if bench.prompts == settings.bench.prompts else [Path(bench.prompts)]
-    files = [*drafters.weight_files(found), *own]
+    files = [*drafters.weight_files(found), *prompt_files(bench.prompts)]
     folder = open_folder(settings, out, files, stage_decides=True)
     if not folder.skip():
         prepare_process(settings.run)
@@ -78,8 +77,7 @@ def measure_running(settings: Settings, out: Path) -> Path:
     """Measure the server of `bench.server` instead of drafters; returns report.json's path. The
     target is not loaded; only its tokenizer is, if messages have to be rendered."""
     bench = bench_of(settings)
-    own = [] if bench.prompts == settings.bench.prompts else [Path(bench.prompts)]
-    folder = open_folder(settings, out, own, stage_decides=True)
+    folder = open_folder(settings, out, prompt_files(bench.prompts), stage_decides=True)
     if not folder.skip():
         renders = bench.serving.api == "completions"
         tokenizer = load_tokenizer(settings.target) if renders else None

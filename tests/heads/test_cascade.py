@@ -282,6 +282,17 @@ def test_a_joined_tree_holds_what_each_part_drafts_alone(shape: Any) -> None:
             assert paths(proposal, row) == wanted
 
 
+@pytest.mark.parametrize("kind", ["pard", "peagle", "mtp", "ngram"])
+@torch.no_grad()
+def test_on_a_chain_the_first_part_drafts_alone_whatever_the_others_are(kind: str) -> None:
+    target, shape = micro_target(), TokenTree.chain(3)
+    drafter = cascade(target, EARLY, {"kind": kind}, mode="join")
+    joined = walked(target, drafter, PlainNoise(), shape)
+    alone = walked(target, drafter.drafters[0], PlainNoise(), shape)
+    for found, wanted in zip(joined, alone, strict=True):
+        assert torch.equal(found.tokens, wanted.tokens)
+
+
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:
     """The tokens from the root to every node."""
     parents = proposal.tree.parents.expand(proposal.tokens.shape[0], -1)[row].tolist()

@@ -13,7 +13,7 @@ import torch
 from heads.api.checkpoint import new_drafter
 from heads.api.drafter import Proposal, forget
 from heads.api.errors import UserError
-from heads.api.state import write_rows
+from heads.api.state import read_rows, write_rows
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from heads.cascade import Config as CascadeConfig
 from heads.ngram import Config as LookupConfig
@@ -249,6 +249,20 @@ def test_a_row_that_has_ended_is_written_once() -> None:
         drafter.commit(state, run([[9, 4], [9, 4]], [4, 4]))
     assert state.archive is not None
     assert state.archive.ring[:, :5].tolist() == [[-2, 7, 8, 9, -2]] * 2
+
+
+def test_a_row_that_was_moved_begins_again_in_its_new_ring() -> None:
+    drafter = new(context=0)
+    state = drafter.start(run([[5, 6, 7], [1, 2, 3]], [0, 0]), TokenTree.chain(2), capacity=32)
+    drafter.commit(state, run([[7, 8, 9], [3, 11, 12]], [2, 2]))
+    write_rows(state, torch.tensor([0]), read_rows(state, torch.tensor([1])))
+    assert state.writing.written.tolist() == [0, 3]  # what ring 0 holds is another answer
+    drafter.commit(state, run([[12, 13, 14], [12, 13, 14]], [4, 4]))
+    assert state.archive is not None
+    found = state.archive.ring.tolist()
+    assert found[0][:7] == [-2, 7, 8, -2, 12, 13, -2]
+    assert found[1][:6] == [-2, 3, 11, 12, 13, -2]
+    assert state.writing.written.tolist() == [3, 5]
 
 
 def test_the_most_frequent_continuation_wins_and_the_share_is_its_confidence() -> None:

@@ -78,6 +78,10 @@ def test_a_fresh_drafter_is_audited_where_nothing_is_trained(
     assert "**LOSSLESS" in Path("outputs/default/audit/audit.md").read_text()
     assert main([*command, "head=medusa"]) == 0
     assert "is complete; nothing has changed" in capsys.readouterr().out
+    prompts = Path("prompts.jsonl")
+    prompts.write_text(prompts.read_text().replace("hello", "good evening"))
+    assert main([*command, "head=medusa"]) == 0
+    assert "nothing has changed" not in capsys.readouterr().out
 
 
 def test_a_mismatch_ends_with_status_1_and_says_so_again(

@@ -154,6 +154,19 @@ def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> 
         RoundPlan(settings("train.prompts=[a.jsonl,b.jsonl]")).measurement(1, [])
 
 
+def test_what_the_loop_and_the_rounds_are_measured_on_is_held_out_of_every_round() -> None:
+    given = ["data=jsonl", "data.path=p.jsonl", "bench=jsonl", "bench.prompts=m.jsonl"]
+    given.append("loop.round.judge=['bench.prompts=j.jsonl']")
+    plan = RoundPlan(settings(*given, "loop.round.prompts=share"))
+    stages = [plan.generation(number, "", False, None).settings for number in range(2)]
+    stages += [plan.answering_made(1, "branches", "").settings, plan.hold_out(plan.generate)]
+    for stage in stages:
+        assert [one.path for one in stage.data.held_out_prompts] == ["m.jsonl", "j.jsonl"]
+    # with neither, the data's own prompts are held out
+    own = RoundPlan(settings(*given[:2])).generation(0, "", False, None).settings
+    assert own.data.held_out_prompts == ()
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
@@ -533,3 +546,32 @@ def test_another_training_in_the_best_drafters_place_is_not_replaced(tmp_path: P
     ):
         Rounds(settings(f"run.root={tmp_path}", "run.name=r")).run()
     assert place.is_dir()
+
+
+def test_rounds_of_another_drafter_are_refused(tmp_path: Path) -> None:
+    place = tmp_path / "r" / "round-0" / "train" / "medusa"
+    place.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"has the rounds of medusa\. .* Choose another run\.name"):
+        Rounds(settings(f"run.root={tmp_path}", "run.name=r")).run()
+
+
+def test_prompts_made_with_other_settings_are_refused_and_made_again_when_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [f"run.root={tmp_path}", "run.name=r", "feedback.branches=1"]
+    monkeypatch.setattr(Rounds, "perform", lambda self, step: None)
+    made: list[int] = []
+
+    def write(answers: object, path: Path, config: FeedbackConfig, before: object) -> None:
+        made.append(config.branch_within)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+    monkeypatch.setattr("scripts.stages.loop.rounds.write_branches", write)
+    for more in ([], [], ["feedback.replay_before=7"]):
+        assert Rounds(settings(*given, *more)).make(1, "branches", "")
+    with pytest.raises(UserError, match=r"made with feedback\.branch_within=32, and 8 is given"):
+        Rounds(settings(*given, "feedback.branch_within=8")).make(1, "branches", "")
+    anew = settings(*given, "feedback.branch_within=8", "run.overwrite=true")
+    assert Rounds(anew).make(1, "branches", "")
+    assert made == [32, 8]

@@ -28,6 +28,7 @@ from scripts.run.folder import (
     read_config,
     read_record,
 )
+from scripts.run.prompts import prompt_files
 from scripts.stages.loop.facts import LoopRecord
 from scripts.stages.loop.plan import RoundPlan
 from scripts.stages.refresh.record import RefreshRecord
@@ -399,6 +400,30 @@ def test_records_of_earlier_versions_name_inputs_as_seen_from_where_the_command_
     assert other_inputs(before, {"../../generate/manifest.json": "1"}) == [
         "outputs/a/train/x/best/w"
     ]
+
+
+def test_the_files_of_prompts_are_inputs(in_folder: Path) -> None:
+    assert prompt_files("", "org/dataset", "missing.jsonl") == []
+    Path("set").mkdir()
+    for name in ("set/b.jsonl", "set/a.jsonl", "set/notes.md", "c.jsonl"):
+        Path(name).write_text("{}")
+    found = prompt_files("c.jsonl", "set", "set/a.jsonl")
+    assert found == [Path("c.jsonl"), Path("set/a.jsonl"), Path("set/b.jsonl")]
+
+
+def test_a_round_is_moved_with_the_rounds_that_it_reads(in_folder: Path) -> None:
+    def opened(run: str, drafter: str) -> StageFolder:
+        own = RunConfig(root=run, name="round-1")
+        given = settings(own, train={"refresh": {"init_from": drafter}})
+        return open_folder(given, own.directory / "train" / "medusa")
+
+    folder = opened("outputs/a", "outputs/a/round-0/train/medusa/best")
+    (folder.path / "result").write_text("something")
+    folder.released()
+    Path("outputs/a").rename("outputs/b")
+    opened("outputs/b", "outputs/b/round-0/train/medusa/best").released()
+    with pytest.raises(UserError, match=r"train\.refresh\.init_from was"):
+        opened("outputs/b", "outputs/b/round-2/train/medusa/best")
 
 
 def test_what_is_complete_may_lie_where_nothing_can_be_written(in_folder: Path) -> None:

@@ -69,14 +69,24 @@ class Archive:
 @dataclass
 class Writing:
     """The place of a row's present answer in its ring: expected [B] int64, the position of the
-    token to be written next; written [B] int64: slots taken so far, 0 before the first."""
+    token to be written next; slots [B] int64: slots taken so far, 0 before the first; ring [B]
+    int64: the ring in which they are. A row that was moved in the batch begins again in the ring of
+    its new place, whose last tokens are another answer's."""
 
     expected: Tensor
-    written: Tensor
+    slots: Tensor
+    ring: Tensor
 
     @classmethod
     def start(cls, history: History) -> Writing:
-        return cls(history.length - 1, torch.zeros_like(history.length))
+        rows = torch.arange(history.length.shape[0], device=history.length.device)
+        return cls(history.length - 1, torch.zeros_like(history.length), rows)
+
+    @property
+    def written(self) -> Tensor:
+        """Slots of the present answer in the ring of the row's present place [B]."""
+        here = torch.arange(self.ring.shape[0], device=self.ring.device)
+        return torch.where(self.ring == here, self.slots, 0)
 
     def append(self, archive: Archive, history: History, run: TargetStates, context: int) -> None:
         """Append the run's tokens to the row's present answer, in place; an answer begins with a
@@ -85,10 +95,10 @@ class Writing:
         The tokens that the target has read are written (the root and the accepted drafts, not yet
         the bonus). A row that has ended passes the same root repeatedly; it is written once.
         """
-        rows, slots = self.expected.shape[0], archive.slots
+        rows, slots, written = self.expected.shape[0], archive.slots, self.written
         first = run.positions[:, :1]
         keeps = run.valid & (first == self.expected[:, None])
-        begins = keeps[:, :1] & (self.written == 0)[:, None]
+        begins = keeps[:, :1] & (written == 0)[:, None]
         before = first + torch.arange(-context - 1, 0, device=first.device)
         lead = torch.where(before >= 0, history.tokens.gather(1, before.clamp(min=0)), BARRIER)
         lead[:, 0].fill_(BARRIER)
@@ -101,4 +111,5 @@ class Writing:
         archive.cursor[:rows].copy_((cursor[:, 0] + count) % slots)
         archive.tokens[:rows].scatter_(1, archive.cursor[:rows, None], BARRIER)
         self.expected.add_(keeps.sum(1))
-        self.written.add_(count)
+        self.slots.copy_(written + count)
+        self.ring.copy_(torch.arange(rows, device=self.ring.device))

@@ -25,8 +25,8 @@ FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 READABLE = (*FAMILIES, "mistral")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OUTPUT_BIAS = "model.layers.{}.self_attn.o_proj.bias"
-"""A bias that Qwen3's layers have besides those of queries, keys and values. Our layers do not have
-it."""
+"""A bias that Llama's and Qwen3's layers have besides those of queries, keys and values. Our layers
+do not have it."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 DEPTH = 4
@@ -48,7 +48,7 @@ def expect(folder: Folder, info: TargetInfo) -> base.Expected:
     values = {"num_layers": layers, **asdict(shape), "tie_embeddings": tied}
     info = replace(info, vocab_size=int(config["vocab_size"]))
     table = base.own_rows("distilled", values, info)
-    if shape.qk_norm and shape.attention_bias:
+    if shape.attention_bias and config["model_type"] != "qwen2":
         names = map(OUTPUT_BIAS.format, range(layers))
         table += base.same_names(dict.fromkeys(names, (shape.hidden_size,)))
     return table, {}
@@ -75,10 +75,10 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         if not tied:
             tensors[HEAD] = weights.lm_head.to(dtype)
         written.notes.append("embedding and LM head are copies of the target's")
-    if shape.qk_norm and shape.attention_bias:
+    family = family_of(shape)
+    if shape.attention_bias and family != "qwen2":
         for name in map(OUTPUT_BIAS.format, range(layers)):
             tensors[name] = torch.zeros(shape.hidden_size, dtype=dtype)
-    family = "qwen3" if shape.qk_norm else "qwen2" if shape.attention_bias else "llama"
     special = {name: getattr(target.described, name, None) for name in SPECIAL}
     written.config = {
         "architectures": [FAMILIES[family]],
@@ -96,6 +96,15 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         written.config["pard_token"] = int(ours["pard_token"])
         written.speculative["parallel_drafting"] = True
     return written
+
+
+def family_of(shape: LayerShape) -> str:
+    """The family whose layers have the norms and biases of a shape. vLLM's Qwen2 derives the size
+    of its attention heads from the hidden size; for another size, Llama's layers are left."""
+    usual = shape.num_attention_heads * shape.head_dim == shape.hidden_size
+    if shape.qk_norm:
+        return "qwen3"
+    return "qwen2" if shape.attention_bias and usual else "llama"
 
 
 def find_rope(checkpoint: Checkpoint, target: Target) -> Json:

@@ -24,6 +24,9 @@ CLASSES = {
     "dspark": "DSparkDraftModel",
 }
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+IN_LAYER = ("num_aux_hidden_states", "fc_norm", "norm_output")
+"""Keys of an EAGLE-3 or P-EAGLE drafter that vLLM reads beside those of its layer: it takes them
+over from the library's own only in part, and not for every kind."""
 MARKOV = "markov_rank markov_head_type enable_confidence_head confidence_head_with_markov".split()
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 BLOCK_IDS = "aux_hidden_state_layer_ids"
@@ -48,7 +51,10 @@ def write_eagle3(checkpoint: Checkpoint, target: Target, options: ExportConfig) 
     own = {key: written.config[key] for key in named} | {"embed_requires_grad": parallel}
     if parallel:
         own["mask_token_id"] = written.config["mask_token_id"]
-    return wrap(written, checkpoint.method, own, target)
+    engine = written.config
+    wrapped = wrap(written, checkpoint.method, own, target)
+    wrapped.config["transformer_layer_config"] |= {key: engine[key] for key in IN_LAYER}
+    return wrapped
 
 
 def write_block(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:

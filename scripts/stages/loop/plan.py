@@ -18,7 +18,7 @@ from scripts.config.schema import Settings, understands
 from scripts.config.stages import STAGES
 from scripts.run.folder import stage_folder
 from scripts.run.process import shown
-from scripts.stages.loop.steps import Step, derive_generation
+from scripts.stages.loop.steps import Step, derive_generation, derive_measurements, hold_out_benches
 from train.data.answers import USES, held_out_prompts
 from train.data.config import SourceConfig
 from train.generate.sampling import backend_of
@@ -45,7 +45,15 @@ class RoundPlan:
         loop = self.settings.loop
         self.recipe = loop.recipes[0] if loop.recipes else None
         self.train = self.settings.derive("train", self.recipe)
-        self.generate = derive_generation(self.settings, self.recipe)
+        keys = {item.key_or_group for item in parse(loop.round.judge)}
+        self.judge_has_prompts = "bench.prompts" in keys
+        """Whether loop.round.judge names prompts; otherwise they are those for validation."""
+        measures = derive_measurements(self.settings, self.recipe)
+        self.benches = [step.settings.bench for step in measures]
+        """Those of all measurements. Their prompts are held out of the data of every round."""
+        if self.judge_has_prompts:
+            self.benches.append(self.measurement(0, []).bench)
+        self.generate = self.derive_generation()
         self.drafter = stage_folder(self.train).name
         self.shares = loop.round.prompts == "share" and loop.rounds > 1
         """Whether every round answers different prompts."""
@@ -86,10 +94,15 @@ class RoundPlan:
         folder."""
         own = self.own(stage, number)
         if stage == "generate":
-            found = derive_generation(self.settings, self.recipe, more=own)
+            found = self.derive_generation(own)
         else:
             found = self.settings.derive(stage, self.recipe, more=own)
         return place(found, self.folder(number))
+
+    def derive_generation(self, more: Sequence[str] = ()) -> Settings:
+        """The generate stage without the prompts of the measurements. more: further overrides."""
+        found = derive_generation(self.settings, self.recipe, more)
+        return hold_out_benches(found, self.benches)
 
     def own(self, stage: str, number: int) -> list[str]:
         """The round's overrides (loop.round.overrides) that the stage reads."""
@@ -220,8 +233,7 @@ class RoundPlan:
         compares tau, for which one repeat is enough. folder: the run of the checkpoints; None: the
         round's."""
         judge, prompts = self.settings.loop.round.judge, self.validation()
-        chosen = any(item.key_or_group == "bench.prompts" for item in parse(judge))
-        if len(prompts) != 1 and not chosen:
+        if len(prompts) != 1 and not self.judge_has_prompts:
             raise UserError(
                 f"train.prompts names {len(prompts)} files, but a round is judged on one file or "
                 "folder. Say which with loop.round.judge=['bench.prompts=<file>']."

@@ -12,10 +12,12 @@ comes to the same end (docs/rounds.md).
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference.folders import WRITTEN, copy_plain, replace_part
 from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
 from inference.measure.metrics import Gain
@@ -27,7 +29,7 @@ from scripts.run.process import shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, begin, place
 from scripts.stages.loop.speed import measure_generation
-from scripts.stages.loop.steps import Step, derive_generation, perform
+from scripts.stages.loop.steps import Step, perform
 from scripts.stages.loop.table import change, show
 from scripts.stages.measure import measure_run
 from train.feedback.branches import write_branches
@@ -38,6 +40,8 @@ from train.recording import RECORDS
 
 ON_POLICY, HARD = "on_policy", "hard_prompts"
 VARIATIONS, BRANCHES = MORE
+PREFIXES = {VARIATIONS: "variation", BRANCHES: "branch"}
+"""Beginning of the names of the settings of `feedback` with which prompts are made."""
 GENERATED = (HARD, *MORE)
 """Switches that determine which prompts are answered."""
 SWITCHES = ("token_weights", "anchor_weights", "replay", "domain_weights", *GENERATED)
@@ -172,7 +176,13 @@ class Rounds:
         to answer (empty: none)."""
         plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
         made = plan.made_prompts(number, switch)
-        if not made.is_file():  # the file appears complete, and answers may already depend on it
+        about = made.with_name(facts.MADE_FILE)
+        asked = {k: v for k, v in asdict(config).items() if k.startswith(PREFIXES[switch])}
+        if self.settings.run.overwrite:
+            made.unlink(missing_ok=True)
+        if made.is_file():  # the file appears complete, and answers may already depend on it
+            require_same(about, asked)
+        else:
             begun = time.monotonic()
             before = [plan.made_prompts(place, switch) for place in range(number)]
             before = [path for path in before if path.is_file() and path.stat().st_size]
@@ -184,7 +194,7 @@ class Rounds:
                 seed, arguments = generate.sampling.seed + number, generate.data.template_arguments
                 target = TargetModel.load(generate.target)
                 write_variations(target, pairs, made, config, seed, before, arguments)
-            write_json(made.with_name(facts.MADE_FILE), {"seconds": time.monotonic() - begun})
+            write_json(about, {"seconds": time.monotonic() - begun, "feedback": asked})
         if not made.stat().st_size:
             return False
         self.perform(plan.answering_made(number, switch, start))
@@ -269,8 +279,7 @@ class Rounds:
         plan, first, folder = self.plan, self.training(0), self.run_folder / OPEN_LOOP
         if plan.shares or plan.own("generate", 0):
             answers = folder / "generate"
-            own = plan.hold_out(derive_generation(self.settings, plan.recipe))
-            generation = place(own, folder)
+            generation = place(plan.hold_out(plan.generate), folder)
             self.perform(Step("open loop: generate", generation))
         else:
             answers = plan.folder(0) / "generate"
@@ -322,7 +331,15 @@ class Rounds:
         return record
 
     def require_own_place(self) -> None:
-        """Raise `UserError` if something else is in the best drafter's place."""
+        """Raise `UserError` if the run has rounds of another drafter, or if something else is in
+        the best drafter's place."""
+        others = {path.name for path in (self.plan.folder(0) / "train").glob("[!.]*")}
+        if others := others - {self.plan.drafter}:
+            raise UserError(
+                f"'{self.run_folder}' has the rounds of {', '.join(sorted(others))}. Their answers "
+                f"have that drafter's rejected drafts, which '{self.plan.drafter}' would learn "
+                "from. Choose another run.name."
+            )
         if self.kept.exists() and not is_copy(self.kept, self.run_folder):
             raise UserError(
                 f"'{self.kept}' is the training of another loop or of `headstart train`, and the "
@@ -349,6 +366,18 @@ class Rounds:
                     for name, digest in record.inputs.items()
                 }
                 record.write(fresh)
+
+
+def require_same(about: Path, asked: dict[str, Any]) -> None:
+    """Raise `UserError` if prompts were made with other settings. about: the file beside them."""
+    made = (read_object(about).get("feedback") or {}) if about.is_file() else {}
+    for key, value in asked.items():
+        if made.get(key, value) != value:
+            raise UserError(
+                f"'{about.parent}' was made with feedback.{key}={made[key]}, and {value} is given. "
+                "Give the former value, choose another run.name, or start again with "
+                "run.overwrite=true."
+            )
 
 
 def is_copy(training: Path, run: Path) -> bool:

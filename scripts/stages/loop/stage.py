@@ -12,21 +12,24 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.measure.config import BenchConfig
 from inference.target.model import TargetModel
 from inference.writers import only_writer
 from scripts.config.schema import Settings
 from scripts.run.drafters import SWEPT, list_trained
 from scripts.run.folder import stage_folder
 from scripts.run.process import console
-from scripts.stages.generate import data_of, held_out_of
 from scripts.stages.loop.progress import Forecast, clock
 from scripts.stages.loop.rounds import Rounds
-from scripts.stages.loop.steps import Step, derive_generation, perform
+from scripts.stages.loop.steps import (
+    Step,
+    derive_generation,
+    derive_measurements,
+    hold_out_benches,
+    perform,
+)
 from scripts.stages.measure import require_measured
 
 
@@ -65,21 +68,17 @@ def plan(settings: Settings) -> list[Step]:
                 f"its own. Leave {key} out, or train one drafter with loop.recipes=[]."
             )
     common = loop.recipes[0] if loop.recipes else None
-    measures = [Step("measure", settings.derive("measure", common))]
-    for name, extra in loop.measures.items():
-        more = [f"measure.name={name}", *extra]
-        measures.append(Step(f"measure {name}", settings.derive("measure", common, more=more)))
-    generate = derive_generation(settings, common)
-    benches = [step.settings.bench for step in measures if step.settings.bench.prompts]
+    measures = derive_measurements(settings, common)
+    benches = [step.settings.bench for step in measures]
     stored = loop.store_features and not settings.given("features")
     before = ["features=store"] if stored else []
     trainings = []
     for recipe in loop.recipes or ((None,) if not loop.rows else ()):
         title = f"train {recipe}" if recipe else "train"
-        trainings.append(Step(title, settings.derive("train", recipe, before=before)))
+        trainings.append(Step(title, derive_training(settings, recipe, before)))
     trainings += sweep_steps(settings, common, before)
     check_drafts(measures, trainings)
-    steps = [Step("generate", hold_out(generate, benches))]
+    steps = [Step("generate", hold_out_benches(derive_generation(settings, common), benches))]
     if loop.store_features:
         steps.append(features_step(settings, trainings))
     report = Step("report", settings.derive("report", common))
@@ -98,13 +97,14 @@ def check_drafts(measures: Sequence[Step], trainings: Sequence[Step]) -> None:
 
 
 def features_step(settings: Settings, trainings: Sequence[Step]) -> Step:
-    """The step that writes the features for all trainings; raises `UserError` if they would not
-    read the same store."""
+    """The step that writes the features for all trainings that do not rewrite their rows; raises
+    `UserError` if they would not read the same store."""
+    trainings = [step for step in trainings if not rewrites(step.settings)]
     trained = [step.settings for step in trainings]
     shared = {
         (str(item.features), item.train.sequence_length, item.engine.dtype) for item in trained
     }
-    if len(shared) > 1 or trained[0].features.mode != "store":
+    if len(shared) != 1 or trained[0].features.mode != "store":
         raise UserError(
             "loop.store_features writes one store for all trainings, which must have the same "
             "features.*, train.sequence_length and engine.precision, and features=store. Give them "
@@ -120,24 +120,33 @@ def features_step(settings: Settings, trainings: Sequence[Step]) -> Step:
     return Step("features", found, tuple(heads))
 
 
-def hold_out(settings: Settings, benches: Sequence[BenchConfig]) -> Settings:
-    """The settings of a generate stage that holds out the prompts on which the loop measures."""
-    known = data_of(settings).held_out_prompts
-    more = dict.fromkeys(one for one in map(held_out_of, benches) if one not in known)
-    if not more or settings.data.decontaminate == "none":
-        return settings
-    data = settings.data
-    return settings.put(data=replace(data, held_out_prompts=(*data.held_out_prompts, *more)))
-
-
 def sweep_steps(settings: Settings, common: str | None, before: Sequence[str]) -> list[Step]:
     """The trainings of `loop.sweep`: one per row and learning rate, named row@rate."""
     steps = []
     for name, row in settings.loop.rows.items():
         for rate in row.rates:
             drafter = f"{name}{SWEPT}{rate:g}"
-            own = [*before, f"head={row.head or name}", *row.overrides, f"optim.lr={rate:g}"]
+            own = [f"head={row.head or name}", *row.overrides, f"optim.lr={rate:g}"]
             more = [f"run.drafter='{drafter}'"]
-            found = settings.derive("train", common, before=own, more=more)
+            found = derive_training(settings, common, before, own, more)
             steps.append(Step(f"train {drafter}", found))
     return steps
+
+
+def derive_training(
+    settings: Settings,
+    recipe: str | None,
+    features: Sequence[str],
+    before: Sequence[str] = (),
+    more: Sequence[str] = (),
+) -> Settings:
+    """The settings of a training. features: the choice of the store, which is left out for a
+    training that rewrites its rows (train.on_policy) and therefore computes its features itself."""
+    found = settings.derive("train", recipe, before=[*features, *before], more=more)
+    if features and rewrites(found):
+        return settings.derive("train", recipe, before=before, more=more)
+    return found
+
+
+def rewrites(training: Settings) -> bool:
+    return training.train.on_policy.share > 0

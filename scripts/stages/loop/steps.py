@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.measure.config import BenchConfig
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings, write_settings
@@ -18,6 +19,7 @@ from scripts.run.process import prepare_process
 from scripts.run.runner import is_complete, run_one
 from scripts.stages import features
 from scripts.stages.features import Head
+from scripts.stages.generate import data_of, held_out_of
 from scripts.stages.measure import measure_run
 
 LAUNCHED = ("generate", "train")
@@ -46,6 +48,28 @@ def derive_generation(settings: Settings, recipe: str | None, more: Sequence[str
     if not train.given("train.prompts") or found.given("data.held_out"):
         return found
     return found.put(data=replace(found.data, held_out=train.train.prompts))
+
+
+def derive_measurements(settings: Settings, recipe: str | None) -> list[Step]:
+    """The measurements of a loop (see `Settings.derive`)."""
+    steps = [Step("measure", settings.derive("measure", recipe))]
+    for name, extra in settings.loop.measures.items():
+        more = [f"measure.name={name}", *extra]
+        steps.append(Step(f"measure {name}", settings.derive("measure", recipe, more=more)))
+    return steps
+
+
+def hold_out_benches(settings: Settings, benches: Sequence[BenchConfig]) -> Settings:
+    """The settings of a generate stage that holds out the prompts on which the loop measures.
+    benches: of its measurements; one without prompts of its own measures on prompts that are held
+    out in any case."""
+    known = data_of(settings).held_out_prompts
+    found = [held_out_of(one) for one in benches if one.prompts]
+    more = dict.fromkeys(one for one in found if one not in known)
+    if not more or settings.data.decontaminate == "none":
+        return settings
+    data = settings.data
+    return settings.put(data=replace(data, held_out_prompts=(*data.held_out_prompts, *more)))
 
 
 def perform(

@@ -139,6 +139,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_layers": 1, "tie_embeddings": True, "rope_theta": 5000.0},
     ),
     "distilled_qwen2": ("distilled", {"num_layers": 1, "attention_bias": True}),
+    "distilled_wide_heads": (
+        "distilled",
+        {"num_layers": 1, "attention_bias": True, "head_dim": 12},
+    ),
     "distilled_qwen3": ("distilled", {"num_layers": 1, "qk_norm": True, "attention_bias": True}),
     "distilled_scaled": ("distilled", {"num_layers": 1, "rope_scaling": (4.0, 1.0, 4.0, 32.0)}),
     "pard": ("pard", {"num_layers": 2, "depth": 3, "pard_token": 7}),

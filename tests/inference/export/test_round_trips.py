@@ -160,6 +160,20 @@ def test_vllm_is_told_the_number_of_mtp_blocks(target: TargetModel, tmp_path: Pa
     assert write(target, mine, tmp_path / "sglang", "sglang").hf_overrides == {}
 
 
+@pytest.mark.parametrize("name", ["eagle3_plain", "eagle3_other", "peagle"])
+def test_vllm_finds_in_the_librarys_folder_what_it_reads_beside_the_layers_keys(
+    target: TargetModel, tmp_path: Path, name: str
+) -> None:
+    mine = save(target, name, tmp_path / "mine")
+    write(target, mine, tmp_path / "vllm", "vllm")
+    write(target, mine, tmp_path / "library", "speculators")
+    own = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    layer = json.loads((tmp_path / "library" / "config.json").read_text())
+    found = layer["transformer_layer_config"]
+    for key in ("num_aux_hidden_states", "fc_norm", "norm_output"):
+        assert found[key] == own[key]
+
+
 @pytest.mark.parametrize(
     ("method", "place", "key"),
     [("dspark", "", "logit_scale"), ("dflash2", "dflash_config", "output_multiplier")],
