@@ -86,9 +86,9 @@ client-envs:
 	$(CLIENT_ENVS)/sglang/bin/python -m pip install --disable-pip-version-check -q \
 	  aiohttp datasets msgspec numpy orjson pillow psutil pybase64 pydantic pyzmq requests tqdm transformers
 
-# Tests against a real vLLM, and with the clients that `make client-envs` has installed: minutes on two cores.
-# `make test-serve SERVE_PYTHON=/path/to/python` takes one that is there already.
-test-serve: $(NEEDS) $(SERVE_NEEDS)
+# Tests against a real vLLM, and with the clients, which are installed first: minutes on two cores.
+# `make test-serve SERVE_PYTHON=/path/to/python` takes a vLLM that is there already, `make test-serve CLIENT_ENVS=/path` clients there.
+test-serve: $(NEEDS) $(SERVE_NEEDS) client-envs
 	HEADSTART_SERVE_PYTHON=$(abspath $(SERVE_PYTHON)) HEADSTART_CLIENT_ENVS=$(CLIENT_ENVS) $(PYTHON) -m pytest -q -m serve tests
 
 # report.html in headless Chromium: a minute. `make test-page CHROMIUM=/path/to/chromium` takes another one.

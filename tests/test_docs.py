@@ -234,37 +234,3 @@ def test_the_site_has_the_page_of_the_committed_report() -> None:
 )
 def test_the_site_links_the_repository_it_is_cloned_from(remote: str, page: str) -> None:
     assert repository_page(remote) == page
-
-
-def test_the_comparison_with_speculators_holds_the_reports_numbers() -> None:
-    timing = json.loads(
-        (ROOT / "docs" / "reports" / "speculators.json").read_text(encoding="utf-8")
-    )["timing"]
-    page = " ".join((ROOT / "docs" / "scale.md").read_text(encoding="utf-8").split())
-    for label, kind in (("EAGLE-3, 4 unrolled steps", "eagle3"), ("DSpark", "dspark")):
-        sides, fastest = timing[kind]["sides"], timing[kind]["their_fastest"]
-        for side in ("ours", "ours, one row at a time", fastest):
-            speed, best = sides[side]["tokens_per_second"], sides[fastest]["tokens_per_second"]
-            memory = sides[side]["peak_bytes"] / 1e9
-            assert (
-                f"| {label} | {side} | {speed:,.0f} | {speed / best:.2f} | {memory:.2f} |" in page
-            )
-        bytes_of = {
-            side: sides[side]["peak_bytes"] / sides[fastest]["peak_bytes"]
-            for side in ("ours", "ours, one row at a time")
-        }
-        told = {
-            "eagle3": "{:.2f} times as much with eight rows at once and {:.2f} times with one",
-            "dspark": "{:.2f} times with eight rows at once; with one row at a time it is below "
-            "({:.2f})",
-        }
-        assert told[kind].format(*bytes_of.values()) in page
-    ours, theirs = (
-        timing["eagle3"]["sides"][side]["trained_weights"]
-        for side in ("ours", "speculators, rows of 512")
-    )
-    assert (
-        ours - theirs == 4096 * 256
-        and f"(4096 x 256, of {ours:,} trained weights)" in page
-        and f"({theirs:,})" in page
-    )

@@ -214,8 +214,11 @@ class Run:
         """Run the loop; returns why it ended."""
         job, config, main = self.job, self.job.config, self.world.is_main
         given: dict[str, Any] = {"length": progress.log_bytes, "settings": self.facts}
-        tracker = Tracker(config.tracker, job.out, active=main, **given)
-        with tracker, in_use(self.features()) as features:
+        with (
+            # first, because it may refuse the settings, before anything is written
+            in_use(self.features()) as features,
+            Tracker(config.tracker, job.out, active=main, **given) as tracker,
+        ):
             given = {"peak_tflops": config.peak_tflops, "clock": clock, "begun": self.begun}
             device, dtype = self.world.device, job.engine.dtype
             self.meter = Meter(device, dtype, progress.spent, main=main, **given)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
+from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.decoding.sampling.processors import Prefix, process
@@ -113,6 +114,7 @@ def audit(
     known: Known | None = None,
     examined: bool = True,
     exact: bool = False,
+    chunk: int = DecodeConfig.prefill_chunk,
 ) -> AuditReport:
     """Compare `answers` with `baseline`, both one list of new tokens per request, and examine the
     differences.
@@ -121,7 +123,8 @@ def audit(
     is a good choice. known: answers that were examined before, for callers that audit several
     drafters against the same baseline; extended in place. examined: if False, differing answers
     count as mismatches without the minutes of examination, for rules that do not promise equal
-    text. exact: the answers and the baseline were decoded with `decode.exact`.
+    text. exact: the answers and the baseline were decoded with `decode.exact`. chunk: their
+    `decode.prefill_chunk`, since the bits of a prompt's states depend on it.
     """
     report = AuditReport()
     known = {} if known is None else known
@@ -138,7 +141,7 @@ def audit(
         key = (request, tuple(answer), width)
         if key not in known:
             with target.computing(exact):
-                known[key] = examine(target, request, plain, answer, sampling, width)
+                known[key] = examine(target, request, plain, answer, sampling, width, chunk)
         found = known[key]
         report.flips += len(found)
         report.found += found
@@ -156,8 +159,10 @@ def examine(
     answer: Sequence[int],
     sampling: SamplingSettings,
     width: int,
+    chunk: int = DecodeConfig.prefill_chunk,
 ) -> list[Divergence]:
-    """Every place where `answer` leaves plain decoding, the first difference included."""
+    """Every place where `answer` leaves plain decoding, the first difference included. chunk: see
+    `audit`."""
     pairs = list(zip_longest(plain, answer))
     start = next(place for place, (one, other) in enumerate(pairs) if one != other)
     ended = answer and (answer[-1] in target.eos_token_ids or len(answer) == request.max_new_tokens)
@@ -167,7 +172,7 @@ def examine(
             "wrong place"
         )
         return [Divergence(request.index, start, *pairs[start], math.inf, 0.0, 0.0, False, reason)]
-    replay = _Replay(target, request, list(answer), sampling)
+    replay = _Replay(target, request, list(answer), sampling, chunk)
     divergences = []
     for place, logits in enumerate(replay.steps()):
         if place < start:
@@ -185,16 +190,17 @@ def flips_alone(
     sampling: SamplingSettings,
     width: int,
     exact: bool = False,
+    chunk: int = DecodeConfig.prefill_chunk,
 ) -> tuple[int, int]:
     """How often the target without a drafter picks another token when it reads its own plain
     answers `width` tokens at a time. Returns the number of tokens picked again, and of those that
     differ.
 
-    A drafter's verification adds its own flips to these. exact: see `audit`.
+    A drafter's verification adds its own flips to these. exact, chunk: see `audit`.
     """
     tokens, flips = 0, 0
     for request, answer in zip(requests, answers, strict=True):
-        replay = _Replay(target, request, list(answer), sampling)
+        replay = _Replay(target, request, list(answer), sampling, chunk)
         with target.computing(exact):
             picks = [replay.pick(logits, place) for place, logits in enumerate(replay.steps(width))]
         tokens += len(picks)
@@ -210,6 +216,7 @@ class _Replay:
     request: Request
     answer: list[int]
     sampling: SamplingSettings
+    chunk: int
 
     def __post_init__(self) -> None:
         tokens, self.prompt = self.request.tokens, len(self.request.tokens)
@@ -225,11 +232,13 @@ class _Replay:
             yield from self._verify(first, min(width, len(self.answer) - first), commit=True)
 
     def _read(self, count: int) -> Tensor:
-        """Logits [V] after the first `count` tokens of the text, from a new prefill."""
+        """Logits [V] after the first `count` tokens of the text, from a new prefill in the chunks
+        of decoding."""
         length = torch.tensor([count], device=self.target.device)
         row = torch.zeros(1, dtype=torch.int64, device=self.target.device)
         text = self.text[:, :count]
-        logits, _ = self.target.prefill(self.cache, row, text, length, FeatureSpec())
+        needs = FeatureSpec()
+        logits, _ = self.target.prefill(self.cache, row, text, length, needs, self.chunk)
         return logits[0]
 
     def _verify(self, place: int, width: int, commit: bool = False) -> Tensor:

@@ -153,7 +153,7 @@ class _Precision:
             arms = list(self.arms(decode, plain))
             widest = max(arm.decode.tree().num_nodes for arm in arms)
             given = self.target, self.requests, plain, decode.sampling(), widest
-            counts = flips_alone(*given, exact=decode.exact)
+            counts = flips_alone(*given, exact=decode.exact, chunk=decode.prefill_chunk)
             self.alone = (self.alone[0] + counts[0], self.alone[1] + counts[1])
             for arm in arms:
                 for rows in (1, self.config.batch_size):
@@ -260,7 +260,7 @@ class _Precision:
             return False
         width = max(2, decode.tree().num_nodes)
         given = self.target, self.requests, plain, found.answers, decode.sampling(), width, known
-        report = audit(*given, exact=decode.exact)
+        report = audit(*given, exact=decode.exact, chunk=decode.prefill_chunk)
         self.tokens += report.tokens
         self.flips += report.found
         differ = sum(one != other for one, other in zip(found.answers, again, strict=True))

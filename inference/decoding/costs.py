@@ -13,13 +13,14 @@ Legend: n nodes of a verification (the root included), b rows, L cached tokens p
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, TypedDict, cast
 
 import numpy as np
@@ -31,13 +32,16 @@ from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
+from heads.kernels.dispatch import on_device
 from inference.decoding.arm import Arm
+from inference.decoding.execution.accelerator import CudaAccelerator, capture_failure
 from inference.decoding.sampling.noise import SharedNoise
 from inference.kernels.drafter_attention import drafter_kernel
 from inference.kernels.packed_linear import packed_linears
 from inference.target.model import TargetModel
 from inference.target.taps import Seen
 
+logger = logging.getLogger(__name__)
 Call = Callable[[], Any]
 StepKey = tuple[str, str, int]
 """(drafter or draft; "verify", "draft" or "commit"; nodes) of a timed call."""
@@ -185,15 +189,17 @@ def _along(grid: Mapping[tuple[int, ...], float], place: tuple[float, ...]) -> f
 
 
 def stopwatch(device: torch.device) -> Callable[[Call], float]:
-    """A function that runs a call and returns its seconds, by CUDA events on a GPU."""
+    """A function that runs a call and returns its seconds, by events of `device` if that is a
+    GPU."""
 
     def events(call: Call) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000.0
+        with on_device(device):  # events belong to the device on which they are recorded
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1000.0
 
     def wall(call: Call) -> float:
         begin = time.perf_counter()
@@ -219,18 +225,19 @@ def interleave(
     return found
 
 
-def capture(call: Call) -> Call:
-    """`call` as a CUDA graph: the host does not launch every operation."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # lazy allocations and library handles must exist before the capture
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return cast(Call, graph.replay)
+class NotCapturedError(RuntimeError):
+    """A call cannot be captured as a graph."""
+
+
+def capture(call: Call, accelerator: CudaAccelerator) -> Call:
+    """`call` as a CUDA graph: the host does not launch every operation. Raises `NotCapturedError`
+    if the capture fails."""
+    for _ in range(2):  # lazy allocations and library handles must exist before the capture
+        accelerator.run(call)
+    try:
+        return accelerator.capture(call)
+    except Exception as error:
+        raise NotCapturedError(capture_failure(error)) from error
 
 
 @torch.no_grad()
@@ -274,12 +281,13 @@ def measure_grid(
     """Time verifications of `nodes` nodes, and the calls of `steps`, for all batches and lengths.
 
     widest: most nodes of a verification, or tokens of a draft. steps: maps the rows of one point to
-    calls, as (name, "draft" or "commit", nodes) -> call; the curves have these names.
+    calls, as (name, "draft" or "commit", nodes) -> call; the curves have these names. On CUDA all
+    calls are captured, or none if one cannot be.
     """
-    found: dict[tuple[str, str], list[CostPoint]] = {}
-    launch = "graph" if target.device.type == "cuda" else "eager"
-    for rows in batches:
-        for length in lengths:
+
+    def measured(launch: str) -> dict[tuple[str, str], list[CostPoint]]:
+        points: dict[tuple[str, str], list[CostPoint]] = {}
+        for rows, length in product(batches, lengths):
             bench = Bench(target, rows, length, widest, text)
             calls: dict[StepKey, Call] = {("", "verify", n): bench.verification(n) for n in nodes}
             with ExitStack() as stack:
@@ -288,12 +296,28 @@ def measure_grid(
                     stack.enter_context(packed_linears(drafter))
                 calls |= steps(bench)
                 if launch == "graph":
-                    calls = {key: capture(call) for key, call in calls.items()}
+                    accelerator = CudaAccelerator(target.device)
+                    calls = {key: capture(call, accelerator) for key, call in calls.items()}
                 timed = interleave(calls, target.device, repeats, warmup, seed)
             for (name, what, count), seconds in timed.items():
                 low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
                 point = CostPoint(count, rows, length, middle, low, high)
-                found.setdefault((name, what), []).append(point)
+                points.setdefault((name, what), []).append(point)
+        return points
+
+    launch = "graph" if target.device.type == "cuda" else "eager"
+    found: dict[tuple[str, str], list[CostPoint]] = {}
+    if launch == "graph":
+        try:
+            found = measured(launch)
+        except NotCapturedError as error:
+            launch = "eager"
+            logger.warning(
+                "a call of the cost curves cannot be captured as a graph (%s); all calls are timed "
+                "launched operation by operation, which is slower than captured steps.",
+                error,
+            )
+    found = found or measured(launch)
 
     def curves(wanted: str) -> dict[str, tuple[CostPoint, ...]]:
         return {name: tuple(points) for (name, what), points in found.items() if what == wanted}

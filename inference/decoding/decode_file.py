@@ -46,6 +46,8 @@ class Tuning(TypedDict):
     batch_size: int
     temperature: float
     draft: DraftSettings
+    chain: DraftSettings
+    """The best chain, or none, for engines that verify only chains."""
     rule: str
     """The acceptance rule, one of `inference.decoding.rules.names.RULES`."""
     predicted_tokens_per_second: float
@@ -64,6 +66,7 @@ class TunedRow:
     batch_size: int
     temperature: float
     draft: Draft
+    chain: Draft
     rule: str
     """The acceptance rule of the measurement."""
     numbers: Mapping[str, float]
@@ -72,13 +75,15 @@ class TunedRow:
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> TunedRow:
-        """From a row of the file."""
+        """From a row of the file. Those of earlier versions have no chain; then it has the draft's
+        depth."""
         where, draft = (int(row["batch_size"]), float(row["temperature"])), Draft.read(row["draft"])
+        chain = Draft.read(row["chain"]) if "chain" in row else draft.as_chain
         low, high = row["speedup_ci95"][:2]
         rule = str(row.get("rule", "match"))
         require_one_of("rule", rule, RULES)
         numbers: dict[str, float] = {name: float(row[name]) for name in NUMBERS}
-        return cls(*where, draft, rule, numbers, (float(low), float(high)))
+        return cls(*where, draft, chain, rule, numbers, (float(low), float(high)))
 
     @property
     def conditions(self) -> str:
@@ -169,6 +174,7 @@ def write_tuned(
                 "batch_size": row["batch_size"],
                 "temperature": row["temperature"],
                 "draft": dict(row["draft"]),
+                "chain": dict(row["chain"]),
                 "rule": row["rule"],
                 **{name: round(float(row[name]), 4) for name in NUMBERS},
                 "speedup_ci95": [round(float(bound), 4) for bound in row["speedup_ci95"]],
@@ -251,10 +257,11 @@ def read_current(folder: Path) -> Tuned | None:
 def draft_length(folder: Path) -> int:
     """Drafted tokens per step for a serving engine that takes one number.
 
-    It is the deepest level of the greedy row with the smallest batch that speculates. It is 0 if
-    there is no decode.yaml, if none of its rows speculates, or if it is of other weights.
+    It is the length of the best chain in the greedy row with the smallest batch in which a chain is
+    faster. It is 0 if there is no decode.yaml, if no row has such a chain, or if it is of other
+    weights.
     """
     tuned = read_current(folder)
-    rows = [row for row in (tuned.rows if tuned else ()) if row.draft != NONE]
+    rows = [row for row in (tuned.rows if tuned else ()) if row.chain != NONE]
     first = min(rows, key=lambda row: (row.temperature > 0, row.batch_size), default=None)
-    return 0 if first is None else first.draft.depth
+    return 0 if first is None else first.chain.depth

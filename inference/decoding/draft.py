@@ -53,6 +53,11 @@ class Draft:
         return replace(self, adaptive="none", adaptive_threshold=-1.0)
 
     @property
+    def as_chain(self) -> Draft:
+        """A chain of the same depth, without early stopping; plain decoding stays as it is."""
+        return NONE if self.shape == "none" else Draft("chain", self.depth)
+
+    @property
     def label(self) -> str:
         """A short name for tables."""
         if self.adaptive != "none":

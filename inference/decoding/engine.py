@@ -30,6 +30,7 @@ from inference.decoding.buffers import Lanes
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import advice
+from inference.decoding.execution.layers import has_merged
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.pair import DrafterPair
 from inference.decoding.placement import PlacedDrafter
@@ -44,7 +45,14 @@ from inference.target.chat import render_prompt
 from inference.target.follow import Weights
 from inference.target.hardware import device_facts
 from inference.target.loading import TargetConfig
-from inference.target.memory import HEADROOM, drafter_state_bytes, free_bytes, gib, plan_memory
+from inference.target.memory import (
+    HEADROOM,
+    drafter_state_bytes,
+    free_bytes,
+    gib,
+    picking_bytes,
+    plan_memory,
+)
 from inference.target.model import TargetModel
 from inference.target.text_pieces import TextPieces
 
@@ -335,12 +343,14 @@ class Engine:
             self.drafter.follow(self.target.weights)
 
     @property
-    def _versions(self) -> tuple[int, int]:
-        """Versions of the target's and the drafter's weights. Captured and compiled steps are valid
-        for one version."""
+    def _versions(self) -> tuple[int, int, int]:
+        """Versions of the target's and the drafter's weights, and whether another engine's
+        compilation has moved the target's. Captured and compiled steps are valid for one
+        version."""
         drafter = getattr(self.drafter, "drafter", self.drafter)
         own = drafter.parameters() if isinstance(drafter, TrainableDrafter) else ()
-        return self.target.version, sum(parameter._version for parameter in own)
+        changes = sum(parameter._version for parameter in own)
+        return self.target.version, changes, int(has_merged(self.target))
 
     # Buffers
 
@@ -375,7 +385,7 @@ class Engine:
         kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
         plan = plan_memory(
             *(info, dtype, target.cache_sizes(), rows, capacity, nodes, state, widest, kernel),
-            sampling=pick_bytes(self.decode.sampling(), own),
+            sampling=picking_bytes(pick_bytes(self.decode.sampling(), own), target.device, dtype),
         )
         plan.require(free, target.device)
 

@@ -3,13 +3,15 @@ of their pieces.
 
 The key comes from an environment variable and does not appear in messages. `PassingError` is raised
 for temporary errors (an error of the server, a broken connection, no answer in time), `UserError`
-for permanent ones.
+for permanent ones: `ForbiddenError` without a valid key, `OverlongError` for a prompt that does not
+fit.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +29,21 @@ from inference.engines.scrape import read_samples
 CHAT, TEXT = "chat", "completions"
 PATHS = {CHAT: "/v1/chat/completions", TEXT: "/v1/completions"}
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+REFUSING = frozenset({400, 413, 422})
+LONGEST_WAIT = 60.0
+"""Most seconds between two attempts, also if a server asks for more."""
 QUOTED = 300
 """Most characters of a server's message that an error quotes."""
+OVERLONG = re.compile(
+    r"context[ _-](length|size|window)|(maximum|max) (model|prompt|input|allowed) length"
+    r"|max_(model|seq)_len|max_num_tokens|longer than the model",
+    re.IGNORECASE,
+)
+"""How servers say that prompt and answer do not fit: ours and OpenAI (context_length_exceeded),
+vLLM (maximum context length, maximum model length), SGLang (longer than the model's context length,
+maximum allowed length), llama.cpp (exceed_context_size_error), TensorRT-LLM (max_seq_len)."""
+PROBE = "Headstart probe: naïve 数学 — def f(x):\n    return x**2  # 12345 <b>&amp;</b>"
+"""A text that tokenizers disagree on."""
 Json = dict[str, Any]
 
 
@@ -40,12 +55,33 @@ class PassingError(Exception):
         self.wait = wait
 
 
+class ForbiddenError(UserError):
+    """A server refuses the key, or the lack of one."""
+
+
+class OverlongError(UserError):
+    """A prompt that is too long for a server, together with its answer."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that a server names. root: what it was loaded from; owner: the engine, as it calls
+    itself; context: most tokens of a prompt with its answer. Empty and None: not said."""
+
+    name: str
+    root: str = ""
+    owner: str = ""
+    context: int | None = None
+
+
 @dataclass
 class Answer:
-    """A streamed answer. Times are seconds of one monotonic clock; arrivals: of the events with
-    text; last: the fields of the response's events, which may include acceptance figures."""
+    """A streamed answer. Times are seconds of one monotonic clock; text: also that of its
+    reasoning, if `reasoned`; arrivals: of the events with text; last: the fields of the response's
+    events, which may include acceptance figures."""
 
     text: str = ""
+    reasoned: bool = False
     tokens: int = 0
     prompt_tokens: int = 0
     begin: float = 0.0
@@ -65,10 +101,17 @@ class Answer:
 
 
 class Endpoint:
-    """A server at `address` (with or without /v1). setting: its name in messages."""
+    """A server at `address` (with or without /v1). setting: its name in messages; metrics: their
+    address, if it is not one of the usual ones; advice: what to do if they cannot be read."""
 
     def __init__(
-        self, address: str, setting: str, key_variable: str, timeout: float, metrics: str = ""
+        self,
+        address: str,
+        setting: str,
+        key_variable: str,
+        timeout: float,
+        metrics: str = "",
+        advice: str = "",
     ) -> None:
         """Raises `UserError` for an invalid address."""
         parts = urlsplit(address)
@@ -83,8 +126,8 @@ class Endpoint:
             )
         self.base = urlunsplit(parts).rstrip("/").removesuffix("/v1")
         self.setting, self.key_variable, self.timeout = setting, key_variable, timeout
-        self.metrics = metrics
-        self.model = ""
+        self.metrics, self.advice = metrics, advice
+        self.served = Served("")
         self._key = key = os.environ.get(key_variable, "")
         self.client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else None,
@@ -97,17 +140,27 @@ class Endpoint:
     async def close(self) -> None:
         await self.client.aclose()
 
-    async def find_model(self, wanted: str) -> None:
-        """Find the served model. Raises `UserError` unless it is `wanted` or the only one, and
-        `PassingError` if the server does not answer."""
+    @property
+    def model(self) -> str:
+        """The name of the model that is asked."""
+        return self.served.name
+
+    async def models(self) -> list[Served]:
+        """The models that the server names. Raises `PassingError` if it does not answer."""
         content = await self._json("GET", "/v1/models")
         data = content.get("data")
         rows = data if isinstance(data, list) else []
-        names = [str(row["id"]) for row in rows if isinstance(row, dict) and row.get("id")]
+        return [_served(row) for row in rows if isinstance(row, dict) and row.get("id")]
+
+    async def find_model(self, wanted: str) -> None:
+        """Find the served model. Raises `UserError` unless it is `wanted` or the only one, and
+        `PassingError` if the server does not answer."""
+        found = {one.name: one for one in await self.models()}
+        names = list(found)
         if wanted and wanted in names:
-            self.model = wanted
+            self.served = found[wanted]
         elif not wanted and len(names) == 1:
-            self.model = names[0]
+            self.served = found[names[0]]
         elif wanted:
             raise UserError(
                 f"{self.setting}: the server at {self.base} does not serve '{wanted}' "
@@ -122,14 +175,18 @@ class Endpoint:
 
     async def look(self) -> list[Sample] | None:
         """The server's metrics; None if it has none. Raises `UserError` if they are not in
-        Prometheus' text format."""
+        Prometheus' text format, `ForbiddenError` if it shows them to nobody without a key."""
         named = [self.metrics] if self.metrics else [self.base + path for path in METRICS_PATHS]
-        unreadable = ""
+        unreadable, forbidden = "", None
         for place in named:
             answer = await self._request("GET", place)
             if answer.status_code in (404, 405):
                 continue
-            self._check(answer)
+            try:
+                self._check(answer)
+            except ForbiddenError as error:
+                forbidden = error
+                continue
             if answer.text.lstrip()[:1] in ("[", "{", "<"):
                 unreadable = f"{place} shows something else than Prometheus' text format"
                 continue
@@ -137,18 +194,20 @@ class Endpoint:
                 return list(read_samples(answer.text))
             except ValueError as error:
                 unreadable = f"{place}, {error}"
+        if forbidden is not None:
+            raise forbidden
         if unreadable or self.metrics:
-            raise UserError(
-                f"{self.setting}: {unreadable or f'there is nothing at {self.metrics}'}. Give the "
-                "address of its metrics as bench.serving.metrics, or set "
-                "bench.serving.acceptance=chunks, which needs none."
-            )
+            wrong = unreadable or f"there is nothing at {self.metrics}"
+            raise UserError(f"{self.setting}: {wrong}. {self.advice}".rstrip())
         return None
 
     async def count_tokens(self, body: Json) -> int | None:
-        """Tokens of a prompt by the server's /tokenize; None if it has no such route."""
+        """Tokens of a prompt by the server's /tokenize; None if it has no such route. Raises
+        `OverlongError` if it says that there are too many."""
         answer = await self._request("POST", "/tokenize", {"model": self.model, **body})
         if not answer.is_success:
+            if answer.status_code in REFUSING and OVERLONG.search(answer.text):
+                self._check(answer)
             return None
         try:
             found = answer.json()
@@ -156,6 +215,33 @@ class Endpoint:
             return int(found.get("count") or len(found["tokens"])) or None
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
+
+    async def require_tokenizer(self, tokenizer: Any, advice: str) -> None:
+        """Raise `UserError` if the server's /tokenize reads `PROBE` differently than `tokenizer`;
+        servers without such a route pass. advice: what to do."""
+        mine = list(tokenizer.encode(PROBE, add_special_tokens=False))
+        theirs = await self._probed()
+        if theirs is not None and theirs != mine:
+            raise UserError(
+                f"{self.setting}: the server at {self.base} has another tokenizer: it reads "
+                f"'{PROBE[:15]}...' as {theirs[:8]}..., the one here as {mine[:8]}...; {advice}."
+            )
+
+    async def _probed(self) -> list[int] | None:
+        """The server's token ids of `PROBE`; None if it does not say."""
+        named = {"model": self.model} if self.model else {}
+        for body in (
+            {**named, "prompt": PROBE, "add_special_tokens": False},
+            {"content": PROBE, "add_special": False},  # llama.cpp
+        ):
+            answer = await self._request("POST", "/tokenize", body)
+            try:
+                found = answer.json()["tokens"] if answer.is_success else None
+            except (ValueError, KeyError, TypeError):
+                continue
+            if isinstance(found, list) and found and all(type(one) is int for one in found):
+                return found
+        return None
 
     async def ask(self, api: str, body: Mapping[str, object]) -> Answer:
         """Stream one answer; raises `PassingError`, `UserError`."""
@@ -203,16 +289,19 @@ class Endpoint:
         if not isinstance(event, dict):
             raise PassingError(f"{self.base} sent an event that is no JSON object")
         if event.get("error"):
-            raise PassingError(
-                f"{self.base} failed in the middle of an answer: {self._quote(event['error'])}"
-            )
+            said = self._quote(event["error"])
+            if not pieces and OVERLONG.search(json.dumps(event["error"])):
+                raise OverlongError(f"{self.setting}: {self.base} refuses a prompt ({said}).")
+            raise PassingError(f"{self.base} failed in the middle of an answer: {said}")
         answer.last |= {name: value for name, value in event.items() if value is not None}
         for choice in event.get("choices") or []:
             if choice.get("finish_reason") == "abort":  # paused, put to sleep or shut down
                 raise PassingError(f"{self.base} aborted an answer")
             delta = choice.get("delta") or {}
             text = choice.get("text") or delta.get("content") or ""
-            text += delta.get("reasoning_content") or delta.get("reasoning") or ""
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            answer.reasoned |= bool(thought)
+            text += thought
             if text:
                 pieces.append(text)
                 answer.arrivals.append(time.perf_counter())
@@ -244,15 +333,16 @@ class Endpoint:
         if answer.is_success:
             return
         if status in (401, 403):
-            raise UserError(
+            raise ForbiddenError(
                 f"{self.setting}: the server at {self.base} wants a valid key (status {status}). "
                 f"Put it into the environment variable {self.key_variable}."
             )
         reason = f"{answer.url} answers with status {status}{f' ({said})' if said else ''}"
         if status in PASSING:
-            after = answer.headers.get("Retry-After", "")
-            raise PassingError(reason, float(after) if after.isdecimal() else 0.0)
-        raise UserError(f"{self.setting}: {reason}.")
+            wait = asked_wait(answer.headers.get("Retry-After", ""))
+            raise PassingError(reason, wait or 0.0)
+        overlong = status in REFUSING and OVERLONG.search(answer.text)
+        raise (OverlongError if overlong else UserError)(f"{self.setting}: {reason}.")
 
     def _words(self, error: httpx.HTTPError) -> str:
         if isinstance(error, httpx.TimeoutException):
@@ -264,6 +354,20 @@ class Endpoint:
         text = said if isinstance(said, str) else json.dumps(said)
         text = text.replace(self._key, "***") if self._key else text
         return " ".join(text.split())[:QUOTED]
+
+
+def asked_wait(retry_after: str) -> float | None:
+    """The seconds in a header `Retry-After`, at most `LONGEST_WAIT`; None if it has none."""
+    seconds = retry_after.strip()
+    return min(LONGEST_WAIT, float(seconds)) if seconds.replace(".", "", 1).isdecimal() else None
+
+
+def _served(row: Json) -> Served:
+    """A model's entry in /v1/models."""
+    context = row.get("max_model_len")
+    known = type(context) is int and context > 0
+    name, root, owner = (str(row.get(key) or "") for key in ("id", "root", "owned_by"))
+    return Served(name, root, owner, context if known else None)
 
 
 async def lines_of(response: httpx.Response) -> AsyncIterator[str]:

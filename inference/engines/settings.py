@@ -18,6 +18,8 @@ LENGTHS = "num_speculative_tokens_per_batch_size"
 """vLLM's draft lengths per batch size: [first, last, tokens]; the last entry also applies beyond
 its end."""
 TOKENS = "num_speculative_tokens"
+LENGTH_NAMES = (TOKENS, "--speculative-num-steps", "--spec-draft-n-max")
+"""Each engine's name of the draft length."""
 SCHEDULED = ("eagle", "eagle3", "draft_model", "mtp")
 """Methods of vLLM that draft token by token, so that any length is possible."""
 TREES = ("eagle", "eagle3")
@@ -101,8 +103,8 @@ def length_at(schedule: Sequence[Sequence[int]], batch: int) -> int:
 
 
 def vllm_settings(drafts: Mapping[int, Draft]) -> Json:
-    """Fields of vLLM's speculative_config for greedy drafts by batch size. Chains and trees count
-    with their depth, and 0 means that no draft was faster. Empty if nothing speculates."""
+    """Fields of vLLM's speculative_config for greedy chains by batch size; a length of 0 means that
+    no chain was faster. Empty if nothing speculates."""
     depths = {batch: draft.depth for batch, draft in drafts.items()}
     most = max(depths.values(), default=0)
     if not most:
@@ -131,17 +133,18 @@ def sglang_settings(drafts: Mapping[int, Draft]) -> Json:
 
 
 def llama_cpp_settings(drafts: Mapping[int, Draft]) -> Json:
-    """llama.cpp's options for the smallest batch size that speculates."""
+    """llama.cpp's options for greedy chains: those of the smallest batch size that speculates."""
     chosen = next((drafts[batch] for batch in sorted(drafts) if drafts[batch] != NONE), None)
     return {} if chosen is None else {"--spec-draft-n-max": chosen.depth}
 
 
-def engine_settings(drafts: Mapping[int, Draft]) -> dict[str, Json]:
-    """The settings of each engine for greedy drafts by batch size."""
+def engine_settings(drafts: Mapping[int, Draft], chains: Mapping[int, Draft]) -> dict[str, Json]:
+    """The settings of each engine for the best greedy drafts by batch size, and for the best chains
+    among them, to which vLLM and llama.cpp are limited."""
     return {
-        "vllm": vllm_settings(drafts),
+        "vllm": vllm_settings(chains),
         "sglang": sglang_settings(drafts),
-        "llama.cpp": llama_cpp_settings(drafts),
+        "llama.cpp": llama_cpp_settings(chains),
     }
 
 

@@ -35,6 +35,9 @@ class ExportConfig:
     tokens: Layers = 0
     """Drafted tokens per step in the serve commands; 0: the number in the checkpoint's decode.yaml,
     or without that file the number that the drafter was trained for."""
+    settings: str = ""
+    """A tune.json or traffic.json, whose settings for the engine the serving command gets; empty:
+    those of the checkpoint's decode.yaml. Not read with export.tokens."""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Number format of the weights: float32, bfloat16 or float16; empty: as stored, so that they
     can be imported back bit for bit."""

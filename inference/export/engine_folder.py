@@ -18,6 +18,7 @@ import torch
 
 from heads.api.checkpoint import build_config, read_config
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from heads.api.registry import get_kind
 from heads.api.tensors import write_tensors
 from inference.decoding.decode_file import DECODE_FILE, draft_length, read_current
@@ -88,9 +89,10 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     engine, speculative, path = config.engine, written.speculative, target.config.path
     if engine == "transformers":
         written.notes.append(NEAR_TIES)
-    tuned = {} if config.tokens else tuned_settings(checkpoint.folder, engine, speculative)
+    tuned = {} if config.tokens else tuned_settings(config, checkpoint.folder, speculative)
     if tuned:
-        written.notes.append(f"the serving command has what {DECODE_FILE} says for this engine")
+        source = config.settings or DECODE_FILE
+        written.notes.append(f"the serving command has what {source} says for this engine")
     notes = ExportNotes(
         kind=checkpoint.kind,
         method=checkpoint.method,
@@ -155,15 +157,21 @@ def write_layout(
 ) -> tuple[str, Written]:
     """The layout and its files, with the requested draft length, or else the tuned one."""
     route = find_route(checkpoint.method, config.engine)
-    tuned = 0 if config.tokens else draft_length(checkpoint.folder)
+    if config.tokens:
+        tuned = 0
+    elif config.settings:
+        found = given_settings(config, checkpoint.folder)
+        tuned = next((found[name] for name in settings.LENGTH_NAMES if name in found), 0)
+    else:
+        tuned = draft_length(checkpoint.folder)
     if tuned:
         # A block whose slots see each other is always drafted whole. Other errors are raised again
         # below.
         with suppress(UserError):
             written = route.write(checkpoint, target, replace(config, tokens=tuned))
             written.notes.append(
-                f"drafts {tuned} tokens per step, as {DECODE_FILE} says; change it with "
-                "export.tokens"
+                f"drafts {tuned} tokens per step, as {config.settings or DECODE_FILE} says; change "
+                "it with export.tokens"
             )
             return route.layout, written
     return route.layout, route.write(checkpoint, target, config)
@@ -208,22 +216,52 @@ def target_overrides(engine: str, speculative: Json) -> Json:
     return {"num_nextn_predict_layers": 1} if mtp else {}
 
 
-def tuned_settings(folder: Path, engine: str, speculative: Json) -> Json:
-    """The settings beyond one draft length that the checkpoint's decode.yaml gives an engine."""
+def tuned_settings(config: ExportConfig, folder: Path, speculative: Json) -> Json:
+    """The settings beyond one draft length for an engine: of the file `export.settings`, or of the
+    decode.yaml in the checkpoint `folder`."""
+    engine, method = config.engine, speculative.get("method")
+    if engine in ("vllm", "speculators"):
+        fitting = method in settings.SCHEDULED and not speculative.get("parallel_drafting")
+    else:
+        fitting = engine == "sglang" and method in settings.TREES
+    if not fitting:
+        return {}
+    found = given_settings(config, folder) if config.settings else read_settings(folder, engine)
+    return {} if engine != "sglang" and settings.LENGTHS not in found else found
+
+
+def read_settings(folder: Path, engine: str) -> Json:
+    """An engine's settings by the decode.yaml in `folder`; empty without one."""
     tuned = read_current(folder)
     if tuned is None:
         return {}
-    method, drafts = (
-        speculative.get("method"),
-        settings.greedy_drafts((row.batch_size, row.temperature, row.draft) for row in tuned.rows),
-    )
-    if engine in ("vllm", "speculators"):
-        fitting = method in settings.SCHEDULED and not speculative.get("parallel_drafting")
-        found = settings.vllm_settings(drafts) if fitting else {}
-        return found if settings.LENGTHS in found else {}
-    return (
-        settings.sglang_settings(drafts) if engine == "sglang" and method in settings.TREES else {}
-    )
+    places = [(row.batch_size, row.temperature) for row in tuned.rows]
+    if engine == "sglang":
+        drafts = ((*place, row.draft) for place, row in zip(places, tuned.rows, strict=True))
+        return settings.sglang_settings(settings.greedy_drafts(drafts))
+    chains = ((*place, row.chain) for place, row in zip(places, tuned.rows, strict=True))
+    return settings.vllm_settings(settings.greedy_drafts(chains))
+
+
+def given_settings(config: ExportConfig, folder: Path) -> Json:
+    """The settings of `config.engine` in the file `config.settings`: a tune.json, or a
+    traffic.json, which has those of several drafters. Raises `UserError` if it has none for the
+    drafter in `folder`, whose name is that of its training's folder."""
+    path, name = Path(config.settings), "vllm" if config.engine == "speculators" else config.engine
+    drafter = folder.parent.name if folder.name == "best" else folder.name
+    engines = read_object(path, "Give a tune.json or traffic.json.").get("engines")
+    own = engines if isinstance(engines, dict) else {}
+    if name not in own and isinstance(own.get(drafter), dict):
+        own = own[drafter]
+    found = own.get(name)
+    if not isinstance(found, dict):
+        known = ", ".join(map(str, own)) or "nothing"
+        raise UserError(
+            f"export.settings '{path}' has no settings of {name} for '{drafter}'; its `engines` "
+            f"has: {known}. Give the tune.json of this drafter or a traffic.json that simulates "
+            "it, or leave it out."
+        )
+    return found
 
 
 def serve(engine: str, target: str, out: Path, speculative: Json, tuned: Json | None = None) -> str:

@@ -87,8 +87,8 @@ class BenchConfig:
     """Maximum number of measured prompts of each domain."""
     contexts: tuple[PositiveInt, ...] = ()
     """Put as many other prompts of its domain before every prompt as fit into this many tokens;
-    each length gives a separate prompt. Empty: prompts stay as they are. For real documents see
-    bench=long."""
+    each length gives a separate prompt. Empty: prompts stay as they are. With `server` it needs
+    bench.serving.api=completions. For real documents see bench=long."""
     warmup_prompts: PositiveInt = 2
     """Unmeasured prompts that every arm decodes first."""
     repeats: Repeats = 2
@@ -129,6 +129,13 @@ class BenchConfig:
         if self.baseline_server and not self.server:
             raise UserError(
                 "bench.baseline_server is what bench.server is compared with: give both."
+            )
+        if self.server and self.contexts and self.serving.api != "completions":
+            raise UserError(
+                f"bench.contexts={list(self.contexts)} counts tokens, which of bench.server only "
+                "bench.serving.api=completions does (by the tokenizer of target.path); given: "
+                f"{self.serving.api}. Set it, or leave bench.contexts out: bench=long has real "
+                "documents."
             )
         loaded = {
             "bench.profile": self.profile.wanted,

@@ -418,6 +418,7 @@ class _Session:
             width=max(2, self.engines[arm.name].tree.num_nodes),
             examined=promise(arm.decode.acceptance, arm.decode.temperature) == TEXT,
             exact=arm.decode.exact,
+            chunk=arm.decode.prefill_chunk,
         )
 
     def conditions(self, source: Loaded, leaks: LeakFacts | None) -> schema.Conditions:

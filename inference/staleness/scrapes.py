@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -27,7 +29,7 @@ from prometheus_client.samples import Sample
 
 from heads.api.errors import UserError
 from heads.api.reading import read_text
-from inference.engines.client import Endpoint, PassingError
+from inference.engines.client import Endpoint, PassingError, Served
 from inference.engines.counters import (
     VLLM,
     EngineCounters,
@@ -52,6 +54,14 @@ NORMAL_MEDIAN = 0.6745
 FAILURES = 5
 """Failed scrapes in a row after which a server counts as gone."""
 ADVICE = "Give what a server shows at /metrics, as text (format 0.0.4)."
+RUNNING_ADVICE = (
+    "Give the address of its metrics as watch.metrics (http://127.0.0.1:8000/metrics), or files "
+    "with saved output of it."
+)
+TOKENIZER_ADVICE = (
+    "serve the target that the drafter was trained for or a version of it, or set target.path to "
+    "what is served"
+)
 Looks = dict[str, Look]
 """By domain."""
 
@@ -220,13 +230,67 @@ def places_of(address: str) -> tuple[str, str]:
     return f"{url.scheme}://{url.netloc}{path}", address if named else ""
 
 
+def _endpoint(config: WatchConfig, address: str) -> Endpoint:
+    base, metrics = places_of(address)
+    given = (config.key_variable, config.timeout, metrics, RUNNING_ADVICE)
+    return Endpoint(base, "watch.metrics", *given)
+
+
+def served_model(config: WatchConfig, address: str, known: str, tokenizer: Any = None) -> str:
+    """What the server serves, by its own words; empty if it does not say one thing (an address of
+    metrics alone, a server that does not answer yet, several models).
+
+    known: the model of the reference, by its Hub id or path. A warning says that another one is
+    served, which may be meant: a version of it by another name. Raises `UserError` if the server
+    reads text differently than `tokenizer`, because then it serves another model.
+    """
+    return asyncio.run(_served_model(config, address, known, tokenizer))
+
+
+async def _served_model(config: WatchConfig, address: str, known: str, tokenizer: Any) -> str:
+    endpoint = _endpoint(config, address)
+    try:
+        try:
+            found = await endpoint.models()
+        except (PassingError, UserError):  # `follow` says what is wrong with the server
+            return ""
+        if known and found and not any(same_model(one, known) for one in found):
+            names = ", ".join(sorted({one.root or one.name for one in found})[:5])
+            logger.warning(
+                "watch.metrics: %s serves %s, but the reference is of %s. If that is no version of "
+                "it, give the reference of what is served as watch.reference",
+                *(endpoint.base, names, known),
+            )
+        roots = {one.root or one.name for one in found}
+        if tokenizer is not None and len(roots) == 1:
+            endpoint.served = found[0]
+            try:
+                await endpoint.require_tokenizer(tokenizer, TOKENIZER_ADVICE)
+            except PassingError as error:
+                logger.warning("watch.metrics: the tokenizer is not compared: %s", error)
+        return roots.pop() if len(roots) == 1 else ""
+    finally:
+        await endpoint.close()
+
+
+def same_model(served: Served, known: str) -> bool:
+    """Whether a served model may be `known`, by its last name: Hub id, path, place in the Hub's
+    cache or the name that it is served by."""
+    return last_name(known) in {last_name(served.name), last_name(served.root)}
+
+
+def last_name(model: str) -> str:
+    """The last part of a Hub id or a path, in lower case."""
+    cached = re.search(r"models--(?:.+?--)?([^/]+)/snapshots/", model)
+    return (cached[1] if cached else model.rstrip("/").rpartition("/")[2]).lower()
+
+
 def follow(config: WatchConfig, address: str, windows: Windows) -> Iterator[list[str]]:
     """Scrape a server's metrics every `watch.every` seconds for `watch.seconds`; yields the domains
     of which a window was finished. Raises `UserError` if the server does not answer several times
     in a row."""
-    base, metrics = places_of(address)
     with asyncio.Runner() as runner:
-        endpoint = Endpoint(base, "watch.metrics", config.key_variable, config.timeout, metrics)
+        endpoint = _endpoint(config, address)
         clock = runner.get_loop().time
         end, failures, first = clock() + config.seconds, 0, True
         try:

@@ -1,9 +1,10 @@
 """Causal attention over long texts with memory linear in their length.
 
 A text of one document, read at once, is plain causal attention, which libraries compute without a
-mask. Windows, chunks, soft-capping, sinks, and the later part of a prompt whose beginning is in the
-cache need a mask. For these, queries are computed `BLOCK` at a time, each block over the keys that
-some of its queries see, with a mask of that size. Packed rows are computed document by document.
+mask. So is the later part of a prompt whose beginning is in the cache, where torch has a kernel for
+it (flash attention on a GPU). Windows, chunks, soft-capping, sinks, and later parts elsewhere need
+a mask. For these, queries are computed `BLOCK` at a time, each block over the keys that some of its
+queries see, with a mask of that size. Packed rows are computed document by document.
 
 Legend: B rows, N queries, S keys, D head size, h key/value heads, G query heads per key/value head.
 """
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from heads.nn.attention import additive
@@ -63,11 +66,10 @@ def causal_attention(
     batch, heads, nodes, size = query.shape
     key_heads, keys = key.shape[1], key.shape[2]
     groups, behind = heads // key_heads, keys - nodes
-    if attend is None and behind == 0 and sight.is_plain(begin, begin + keys):
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-        return out.transpose(1, 2).contiguous()
+    if attend is None and sight.is_plain(begin, begin + keys):
+        fused = _is_fused(query, key, value)
+        if behind == 0 or fused:
+            return _plain(query, key, value, fused, scaling)
 
     def by_mask(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         return scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
@@ -92,6 +94,33 @@ def causal_attention(
         out = (attend or by_mask)(packed, *seen, bias)
         parts.append(out.reshape(batch, heads, stop - first, value.shape[-1]).transpose(1, 2))
     return torch.cat(parts, 1)
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch computes causal attention of the last positions without a mask: with flash
+    attention on a GPU. Elsewhere it would build a mask of all queries and keys."""
+    if query.device.type != "cuda":
+        return False
+    shared = query.shape[1] != key.shape[1]
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, shared))
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, fused: bool, scaling: float | None) -> Tensor:
+    """Attention of the last N of S positions, each over all positions up to its own, without a
+    mask: as `causal_attention`."""
+    nodes, keys, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    # Other kernels for a GPU (float32) take one key head per query head, or write out all scores.
+    shares = groups > 1 and (fused or query.device.type == "cpu")
+    if groups > 1 and not shares:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    more = {"scale": scaling, "enable_gqa": shares}
+    if nodes == keys:
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, **more)
+    else:
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=causal_lower_right(nodes, keys), **more
+        )
+    return out.transpose(1, 2).contiguous()
 
 
 def packed_attention(

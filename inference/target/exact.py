@@ -6,7 +6,7 @@ and one greedy pick in some hundreds differs. Here everything that sums over fea
 that do not depend on the number of tokens:
 
 - products with weights: `ROW_LINEAR` on a GPU; elsewhere the library's product of `TILE` rows;
-- norms: `TILE` tokens at a time;
+- norms, with or without weights: `TILE` tokens at a time, or `HEADS` heads of tokens;
 - attention: on a GPU the kernel, with the same launch for any number of nodes; elsewhere token by
   token, each over its own committed tokens and ancestors, in their order;
 - prompts: read one at a time, in the library's shapes, which then depend only on the prompt.
@@ -35,6 +35,8 @@ from heads.kernels.dispatch import choose
 from inference.kernels.reference.row_linear import ROW_LINEAR, InTiles
 
 _NOW: ContextVar[bool] = ContextVar("headstart_exact", default=False)
+HEADS = 256
+"""Rows of a norm over single heads: the 32 heads of `TILE` tokens."""
 _GIVEN = "headstart_exact"
 """Attribute of modules whose forward method `install_exact` has replaced."""
 
@@ -56,17 +58,24 @@ def is_exact() -> bool:
 
 def install_exact(model: nn.Module) -> None:
     """Give products and norms of a model a path for `exactly`; a second call changes nothing.
+    Norms are found by their class, because some have no weights (NanoChat, OLMo, Llama 4).
 
     Raises `UserError` for a model with weights in other kinds of modules, before any is changed.
     """
     chosen: list[tuple[nn.Module, Callable[..., Any]]] = []
     for module in model.modules():
         own = [*module.parameters(recurse=False)]
-        if not own or isinstance(module, nn.Embedding) or hasattr(module, _GIVEN):
+        if isinstance(module, nn.Embedding) or hasattr(module, _GIVEN):
             continue
-        if type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+        if "Norm" in type(module).__name__ and next(module.children(), None) is None:
+            # weights [D], [heads, D] (Cohere's norm of heads), or none
+            kept = max([weight.ndim for weight in own], default=1)
+            chosen.append((module, _tiled(module.forward, kept)))
+        elif not own:
+            continue
+        elif type(module) is nn.Linear and type(module.weight) is nn.Parameter:
             chosen.append((module, _linear(module)))
-        elif "Norm" in type(module).__name__ or isinstance(module, Conv1D):
+        elif isinstance(module, Conv1D):
             chosen.append((module, _tiled(module.forward)))
         else:
             raise UserError(
@@ -107,16 +116,18 @@ def _linear(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _tiled(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A module's forward on tiles of tokens; inputs [B, N, ...], or [M, H] as for an LM head."""
-    tiles = InTiles(plain)
+def _tiled(plain: Callable[[Tensor], Tensor], kept: int = 1) -> Callable[[Tensor], Tensor]:
+    """A module's forward on tiles of rows, each with the last `kept` dimensions of an input: of
+    tokens [B, N, H] or [M, H], or of their heads in either order, [B, N, heads, D] or [B, heads, N,
+    D]."""
+    tokens, heads = InTiles(plain), InTiles(plain, HEADS)
 
     def forward(x: Tensor) -> Tensor:
         if not is_exact():
             return plain(x)
-        if x.ndim == 2:
-            return tiles(x)
-        return tiles(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        rows = x.flatten(0, x.ndim - kept - 1)
+        tiles = heads if x.ndim - kept > 2 else tokens
+        return tiles(rows).unflatten(0, x.shape[: x.ndim - kept])
 
     return forward
 

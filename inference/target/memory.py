@@ -21,13 +21,18 @@ from heads.api.drafter import TargetStates
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
+from heads.kernels.dispatch import choose
 from inference.kernels.reference.attention import workspace_bytes
+from inference.kernels.reference.filters import FILTER_LOGITS
 from inference.target.kv_cache import CacheSizes
 
 GIB = 1 << 30
 PROBED_SLOTS = (64, 192)
 HEADROOM = 0.95
 """Share of the free memory that a plan may take."""
+FILTER_KERNEL_BYTES = 8
+"""Bytes per logit that a filter holds where its kernel runs: the tempered logits and the result, in
+float32."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def plan_memory(
     sizes: of the target's cache; drafter_state: bytes of the drafter's state for the whole batch;
     widest: most tokens of one prefill pass of one row; kernel: whether the tree attention kernel
     runs, which takes scratch memory; sampling: bytes per logit that picking a token takes
-    (`inference.decoding.sampling.distribution.pick_bytes`). Activations are bounded by the widest
+    (`picking_bytes`). Activations are bounded by the widest
     pass: hidden states, MLP and attention of one layer, logits of all nodes, and the nodes' inputs
     to recurrent states.
     """
@@ -91,6 +96,14 @@ def plan_memory(
     if kernel:
         activations += workspace_bytes(rows, info.num_attention_heads, nodes, info.head_dim, slots)
     return MemoryPlan(rows, slots, cache, drafter_state, activations)
+
+
+def picking_bytes(reference: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes per logit that picking a token takes on `device`. reference: those of plain torch
+    (`inference.decoding.sampling.distribution.pick_bytes`); dtype: the target's."""
+    logits = torch.promote_types(dtype, torch.float32)
+    kernel = choose(FILTER_LOGITS, device, logits).implementation == "triton"
+    return min(reference, FILTER_KERNEL_BYTES) if kernel else reference
 
 
 def free_bytes(device: torch.device) -> int | None:

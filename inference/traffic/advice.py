@@ -205,7 +205,16 @@ def advise(
             name: {"drafter": way["drafter"], "draft": way["draft"]} for name, way in best.items()
         },
         "engines": {
-            name: engine_settings(fastest(ways, name, arrivals, rows, seed))
+            name: engine_settings(
+                fastest(ways, name, arrivals, rows, seed),
+                fastest(
+                    [way for way in ways if way.draft == way.draft.as_chain],
+                    name,
+                    arrivals,
+                    rows,
+                    seed,
+                ),
+            )
             for name in dict.fromkeys(way.drafter for way in ways[1:])
         },
     }

@@ -16,7 +16,7 @@ from inference.decoding.requests import Request
 from inference.decoding.sampling.distribution import pick_bytes
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.measure.metrics import divide
-from inference.target.memory import drafter_state_bytes, plan_memory
+from inference.target.memory import drafter_state_bytes, picking_bytes, plan_memory
 from inference.target.model import TargetModel
 from inference.traffic.simulate import Costs
 from inference.tune.costs import StepCosts
@@ -94,7 +94,9 @@ def memory_bytes(
     chunk = min(decode.prefill_chunk, context)
     plan = plan_memory(
         *(info, target.dtype, target.cache_sizes(), rows, slots, nodes, state, chunk, kernel),
-        sampling=pick_bytes(decode.sampling(), own=True),
+        sampling=picking_bytes(
+            pick_bytes(decode.sampling(), own=True), target.device, target.dtype
+        ),
     )
     return {
         "cache": plan.cache,

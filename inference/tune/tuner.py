@@ -328,6 +328,7 @@ class Tuner:
             "temperature": temperature,
             **vars(best),
             "draft": best.draft.plain(),
+            "chain": best_chain(best.draft, predicted).plain(),
             "rule": best.draft.on(self.at(temperature)).acceptance,
             "label": best.draft.label,
             "predicted_tokens_per_second": speeds[best.draft],
@@ -361,6 +362,16 @@ class Tuner:
             "costs": costs.curves.to_dict(),
             "calibrations": calibrations,
         }
+
+
+def best_chain(chosen: Draft, predicted: Sequence[Prediction]) -> Draft:
+    """The chain for engines that verify only chains: the chosen one, without early stopping; if
+    another shape was chosen, the one with the highest predicted speed, or none if that is not above
+    plain decoding's."""
+    if chosen.shape in ("none", "chain"):
+        return chosen.as_chain
+    fitting = [item for item in predicted if item.draft == item.draft.as_chain]
+    return max(fitting, key=lambda item: item.tokens_per_second).draft
 
 
 def choose(measured: Sequence[DraftSpeed], predicted: Mapping[Draft, float]) -> DraftSpeed:

@@ -6,8 +6,9 @@ Every arm of a study (`STUDIES`) is the study's recipe with some settings change
 trained on the same answers for the same number of passes with every seed, and decoded on prompts
 that no training saw: chains of 7, at temperature 0 and, by block verification, at 1. Writes
 docs/reports/ablations.{json,md}: tau of every arm and the ratio of its (tau - 1) to the recipe's.
-Every training and measurement is kept under --work, and the command continues after an
-interruption.
+Trainings of one seed share the order of rows and, where the drafters are alike, initial values, so
+that intervals of the ratio resample the same seeds on both sides. Every training and measurement is
+kept under --work, and the command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from scripts.evidence.small_targets import (
     PLACES,
     SEEDS,
     Bench,
+    begin,
     chain,
     compared,
-    earlier,
     options_of_bench,
     put_rows,
     save,
@@ -38,6 +39,38 @@ DEPTH = 7
 WAYS = {"T=0": (0.0, "match"), "T=1": (1.0, "block")}
 SHARED = ["train.epochs=2", "train.global_batch=2", "train.micro_batch=2"]
 """Two rows of 512 tokens a step, two passes over the answers."""
+WARM_UP = {"no_warm_up": ["schedule.warmup=0"], "warm_up_20": ["schedule.warmup=0.2"]}
+"""The share of all steps over which the rate rises; 0.04 in the recipes."""
+FORMATS = {f"features_{form}": [f"features.format={form}"] for form in ("bf16", "int8", "int4")}
+"""Features as a store keeps them; fp32 in the recipes: the numbers that a training computes."""
+BLOCK = ["optim=muon", "optim.lr=5e-3", "head.num_anchors=64"]
+BLOCK_ARMS: dict[str, list[str]] = {
+    **WARM_UP,
+    "one_tap": ["head.taps=[{high}]"],
+    "three_taps": ["head.taps=[2,{middle},{high}]"],
+    "no_carry_root": ["head.carry_root=false"],
+}
+"""Arms of every block drafter."""
+RECIPE_ARMS: dict[str, list[str]] = {
+    "adamw": ["optim=adamw", "optim.lr=1e-3"],
+    "rate_1e-2": ["optim.lr=1e-2"],
+    "anchors_256": ["head.num_anchors=256"],
+    "d_pace": ["head.depth_weights=d_pace"],
+    "random_layers": ["head.start_from=random"],
+    "causal_block": ["head.in_block=causal"],
+    "block_16": ["head.block_size=16"],
+    **FORMATS,
+}
+"""Further arms of DFlash and DSpark, whose trainings are cheaper than LiLiCorr's."""
+NONE = ["head.ce=0", "head.kl=0", "head.tv=0"]
+LOSSES: dict[str, list[str]] = {
+    "cross_entropy": [*NONE, "head.ce=1"],
+    "divergence": [*NONE, "head.kl=1"],
+    "total_variation": [*NONE, "head.ce=0.1", "head.tv=1.8"],
+    "lk": [*NONE, "head.lk=1"],
+    "annealed_lk": [*NONE, "head.annealed_lk=1"],
+}
+"""Objectives of a block drafter."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
         RECIPE: ["head=eagle3", "optim=muon", "optim.lr=1e-2"],
@@ -46,14 +79,18 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "rate_2e-2": ["optim.lr=2e-2"],
         "weight_decay": ["optim.weight_decay=0.1"],
         "linear_schedule": ["schedule.kind=linear", "schedule.min_ratio=0"],
+        **WARM_UP,
         "no_clipping": ["optim.clip=0"],
         "trained_lm_head": ["head.train_lm_head=true"],
         "copied_layer": ["head.from_target_layer={last}"],
         "equal_weights": ["head.decay=1.0"],
         "unrolled_3": ["head.ttt_steps=3", "head.decay=1.0"],
         "unrolled_7": ["head.ttt_steps=7", "head.decay=1.0"],
+        "one_tap": ["head.taps=[{high}]"],
+        "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
         "joint_norm": ["head.tap_norm=false", "head.norm_before_fc=true"],
         "normed_residual": ["head.norm_before_residual=true"],
+        **FORMATS,
     },
     "fastmtp": {
         RECIPE: ["head=fastmtp", "optim=muon", "optim.lr=1e-2"],
@@ -64,16 +101,35 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "unrolled_7": ["head.depths=7", "head.beta=1.0"],
     },
     "dflash": {
-        RECIPE: ["head=dflash", "optim=muon", "optim.lr=5e-3", "head.num_anchors=64"],
-        "adamw": ["optim=adamw", "optim.lr=1e-3"],
-        "rate_1e-2": ["optim.lr=1e-2"],
+        RECIPE: ["head=dflash", *BLOCK],
+        **BLOCK_ARMS,
+        **RECIPE_ARMS,
         "weight_decay": ["optim.weight_decay=0.1"],
-        "anchors_256": ["head.num_anchors=256"],
-        "d_pace": ["head.depth_weights=d_pace"],
-        "distribution": ["head.ce=0", "head.kl=1"],
-        "random_layers": ["head.start_from=random"],
-        "causal_block": ["head.in_block=causal"],
-        "block_8": ["head.block_size=8"],
+        **{name: own for name, own in LOSSES.items() if name != "cross_entropy"},
+    },
+    "dspark": {
+        RECIPE: ["head=dspark", *BLOCK],
+        **BLOCK_ARMS,
+        **RECIPE_ARMS,
+        **{name: own for name, own in LOSSES.items() if name != "total_variation"},
+        "no_dependency": ["head.dependency=none"],
+        "gated_dependency": ["head.dependency=gated"],
+        "recurrent_dependency": ["head.dependency=rnn"],
+        "no_confidence": ["head.confidence=false"],
+        "base_share": ["head.base_share_start=0.5", "head.base_share_end=0.5"],
+    },
+    "lilicorr": {
+        RECIPE: ["head=lilicorr", *BLOCK],
+        **BLOCK_ARMS,
+        **{name: own for name, own in LOSSES.items() if name != "cross_entropy"},
+        "no_dependency": [
+            *("head.dependency=none", "head.base_share_start=0", "head.base_share_end=0")
+        ],
+        "base_share_0": ["head.base_share_start=0", "head.base_share_end=0"],
+        "base_share_falls": ["head.base_share_start=0.8", "head.base_share_end=0.2"],
+        "no_distractor": ["head.correlator.distractor=0"],
+        "one_layer": ["head.correlator.layers=1"],
+        "candidates_8": ["head.selector_top_k=8"],
     },
     "peagle": {
         RECIPE: ["head=peagle", "optim=muon", "optim.lr=1e-2"],
@@ -81,40 +137,54 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "trained_lm_head": ["head.train_lm_head=true"],
     },
 }
-"""Study -> arm -> overrides, where {last} is the target's last layer. The first arm is the recipe;
-the others are added to it."""
+"""Study -> arm -> overrides, where {last} is the target's last layer, {middle} half of its layers
+and {high} its third last tap. The first arm is the recipe; the others are added to it."""
 
 
 def report(given: argparse.Namespace) -> None:
     """Train, decode, and write the report after every arm."""
-    content = earlier(given.out)
-    for target in given.targets:
-        work = given.work.resolve() / target
-        bench = Bench(PLACES[target], work, given.threads, given.prompts, [*STUDIES])
+    settings = {"shared": SHARED, "depth": DEPTH}
+    content = begin(given, settings)
+    benches = {
+        target: Bench(
+            PLACES[target],
+            given.work.resolve() / target,
+            given.threads,
+            given.prompts,
+            [*STUDIES],  # one store, whichever studies are given
+        )
+        for target in given.targets
+    }
+    for target, bench in benches.items():
         for study in given.studies:
             for row in rows_of(bench, study, given.seeds):
                 row = {"target": target, "study": study, **row}
                 put_rows(content, [row], ("target", "study", "arm"))
-                save(given, content, {"shared": SHARED, "depth": DEPTH}, markdown)
+                save(given, content, settings, markdown)
     print("\n".join(markdown(content)))
+
+
+def words_of(study: str, arm: str, layers: int) -> list[str]:
+    """The overrides of an arm on a target of `layers` layers."""
+    recipe = next(iter(STUDIES[study]))
+    own = STUDIES[study][arm] if arm != recipe else []
+    named = {"last": layers - 1, "middle": layers // 2, "high": layers - 3}
+    return [word.format(**named) for word in (*SHARED, *STUDIES[study][recipe], *own)]
 
 
 def rows_of(bench: Bench, study: str, seeds: Sequence[int]) -> Iterator[Facts]:
     """The rows of a study whose trainings are done, the recipe first."""
-    recipe, *_ = arms = STUDIES[study]
     base: dict[str, list[Totals]] = {}
-    for arm in arms:
-        overrides = [*SHARED, *STUDIES[study][recipe]]
-        overrides += STUDIES[study][arm] if arm != recipe else []
+    for arm in STUDIES[study]:
+        overrides = words_of(study, arm, bench.model.info.num_layers)
         ways: dict[str, list[Totals]] = {way: [] for way in WAYS}
         for seed in seeds:
-            words = [word.format(last=bench.model.info.num_layers - 1) for word in overrides]
-            checkpoint = bench.train(f"{study}-{arm}-{seed}", *words, f"run.seed={seed}")
+            checkpoint = bench.train(f"{study}-{arm}-{seed}", *overrides, f"run.seed={seed}")
             for way, (temperature, rule) in WAYS.items():
                 decode = chain(DEPTH, temperature, rule)
                 ways[way].append(bench.totals(checkpoint, way, bench.measuring, decode))
         base = base or ways
-        figures = {way: compared(ways[way], base[way]) for way in WAYS}
+        figures = {way: compared(ways[way], base[way], paired=True) for way in WAYS}
         yield {"arm": arm, "overrides": overrides, "seeds": [*seeds], "figures": figures}
 
 
@@ -145,7 +215,8 @@ def markdown(content: Facts) -> list[str]:
         "Trainings with one choice of the recipe changed, on the same answers for two passes of "
         f"1,024 tokens a step; chains of {DEPTH} on prompts that no training saw, at temperature "
         "1 by block verification. The ratio is to the study's recipe; intervals: 95% bootstrap "
-        f"over prompts and seeds. Made by `{content['command']}`; overrides: ablations.json.",
+        "over prompts and seeds, the same on both sides. Made by "
+        f"`{content['command']}`; overrides: ablations.json.",
         "",
         *markdown_table([*header, "seeds"], shown),
         "",

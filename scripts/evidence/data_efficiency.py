@@ -12,14 +12,19 @@ steps, the small sets would be passed sixty times, at the cost of the largest; t
 passes is one of the arms.) A power law and a saturating curve of tau - 1 in the number of answers
 are fitted (curves.py). The gain of a doubling follows from the better one.
 
-The arms spend the training tokens of the second size in other ways (`ARMS`), four of them from the
-answers of the first size or fewer. Each is placed on the kind's curve: the number of answers at
-which the curve has its tau is compared with the number whose two passes have as many tokens.
+The arms spend the training tokens of the second size in other ways (`ARMS`), most of them from the
+answers of the first size or fewer. `rounds` has the prompts of the second size in three shares, so
+that it differs from that size's own trainings in the rounds alone. Each arm is placed on the kind's
+curve: the number of answers at which the curve has its tau is compared with the number whose two
+passes have as many tokens.
+
+All trainings on the first answers of a size read the target's features from one store; where the
+disk has no room for it, the target runs in the trainings.
 
 All drafters decode chains of 7 at temperature 0 on prompts that no training saw. Intervals resample
 prompts, the same for all trainings, and seeds. Writes docs/reports/data_efficiency.{json,md} after
 every size and arm of a kind. Finished work is kept under --work, and the command continues after an
-interruption; other kinds stay in the report.
+interruption; other kinds, sizes and arms stay in the report, and the fits use all sizes there.
 """
 
 from __future__ import annotations
@@ -39,21 +44,32 @@ from inference.folders import copy_plain
 from inference.measure.metrics import Floats, Totals, ratios
 from inference.report.markdown import markdown_table
 from scripts.evidence.answer_sets import AnswerSets, rows_in
-from scripts.evidence.common import Facts, cell, family_overrides, read_json, run_on_target
+from scripts.evidence.common import (
+    Facts,
+    cell,
+    family_overrides,
+    family_recipe,
+    read_json,
+    run_on_target,
+    settings_of,
+)
 from scripts.evidence.curves import FORMS, Curves, choose, fit
-from scripts.evidence.rounds import MORE, answers_of
+from scripts.evidence.rounds import answers_of
 from scripts.evidence.small_targets import (
     PLACES,
     SEEDS,
     Bench,
     Place,
     answers_facts,
+    begin,
     chain,
     compared,
+    decisive,
+    digest,
     drawn,
-    earlier,
     interval,
     options_of_bench,
+    require_answers,
     save,
     some_of,
 )
@@ -81,7 +97,8 @@ REPEATED, IN_ROUNDS, BRANCHES, VARIATIONS, FLATTEST = ARMS = (
 )
 LABELS = {
     REPEATED: "{start:,} answers, passed more often",
-    IN_ROUNDS: "{start:,} prompts, three rounds of conf/experiment/embedded_loop.yaml",
+    IN_ROUNDS: "{equal:,} prompts in three rounds, each on other prompts and from the tokens that "
+    "were rejected in its answers (weights of tokens and anchors)",
     BRANCHES: "{start:,} answers, and others from tokens that the target refused in them",
     VARIATIONS: "{few:,} answers, and those to prompts that the target writes from theirs",
     FLATTEST: "of {larger:,} answers the flattest {equal:,} (arXiv 2601.18902)",
@@ -113,9 +130,17 @@ class Study(Bench):
     """The trainings on one target. sizes: ascending."""
 
     def __init__(
-        self, place: Place, work: Path, threads: int, prompts: int, pool: int, sizes: Sequence[int]
+        self,
+        place: Place,
+        work: Path,
+        threads: int,
+        prompts: int,
+        pool: int,
+        sizes: Sequence[int],
+        kinds: Sequence[str] = KINDS,
     ) -> None:
-        super().__init__(place, work, threads, prompts)
+        heads = [family_recipe(kind)[0].removeprefix("head=") for kind in kinds]
+        super().__init__(place, work, threads, prompts, heads)
         self.sets, self.sizes = AnswerSets(self, pool), sizes
 
     def measured(self, checkpoints: Sequence[Path], answers: int) -> Measured:
@@ -132,7 +157,8 @@ class Study(Bench):
     def on_curve(self, kind: str, size: int, seed: int) -> Path:
         """The checkpoint of a training on the first `size` answers."""
         words = [*family_overrides(kind), f"train.epochs={PASSES}", f"run.seed={seed}"]
-        return self.train(f"{kind}-{size}-{seed}", *words, answers=self.sets.first(size))
+        answers = self.sets.first(size)
+        return self.train(f"{kind}-{size}-{seed}", *words, answers=answers, stored=True)
 
     def point(self, kind: str, size: int, seeds: Sequence[int]) -> Measured:
         return self.measured([self.on_curve(kind, size, seed) for seed in seeds], size)
@@ -144,9 +170,11 @@ class Study(Bench):
             loops = [self.in_rounds(kind, seed, steps) for seed in seeds]
             return self.measured(loops, max(self.facts(loop)["answers"] for loop in loops))
         answers = self.answers_of(kind, arm, seeds)
-        words = [*family_overrides(kind), f"train.max_steps={steps}"]
+        words, stored = [*family_overrides(kind), f"train.max_steps={steps}"], arm == REPEATED
         checkpoints = [
-            self.train(f"{kind}-{arm}-{seed}", *words, f"run.seed={seed}", answers=answers)
+            self.train(
+                f"{kind}-{arm}-{seed}", *words, f"run.seed={seed}", answers=answers, stored=stored
+            )
             for seed in seeds
         ]
         return self.measured(checkpoints, rows_in(answers))
@@ -165,11 +193,12 @@ class Study(Bench):
         return self.sets.flattest(self.sets.first(larger[0]), equal)
 
     def in_rounds(self, kind: str, seed: int, steps: int) -> Path:
-        """The drafter of a loop of rounds from the prompts of the first size."""
-        start = self.sets.first(self.sizes[0])
-        words = [*family_overrides(kind), *MORE.get(kind, ()), f"loop.rounds={ROUNDS}"]
+        """The drafter of a loop of rounds that share the prompts of the second size among them. All
+        answers are greedy, as those of that size are."""
+        start = self.sets.first(self.sizes[1])
+        words = [*family_overrides(kind), f"loop.rounds={ROUNDS}", "loop.round.prompts=share"]
         words += [f"train.max_steps={math.ceil(steps / ROUNDS)}", "loop.round.patience=0"]
-        words += ["loop.round.overrides=[[],[],['sampling.temperature=0']]"]
+        words += ["loop.round.overrides=[]", "sampling.temperature=0"]
         words += ["loop.round.checked_answers=0", f"run.seed={seed}", f"sampling.seed={seed}"]
 
         def run(out: Path) -> Facts:
@@ -190,7 +219,9 @@ class Study(Bench):
                 "answers": sum(map(answers_of, loop["rounds"])),
             }
 
-        return self.once(f"{kind}-{IN_ROUNDS}-{seed}", [words, answers_facts(start)], run)
+        settings = settings_of("loop", "experiment=[embedded_loop]", *words)
+        key = [decisive(settings), answers_facts(start)]
+        return self.once(f"{kind}-{IN_ROUNDS}-{seed}", key, run)
 
 
 def few_of(start: int) -> int:
@@ -202,49 +233,103 @@ def few_of(start: int) -> int:
 
 def report(given: argparse.Namespace) -> None:
     """Train, decode, and write the report after every size and arm of a kind."""
-    sizes = sorted(set(given.sizes))
-    pool = given.pool or max(SIZES[-1], sizes[-1])
-    if sizes[0] < 1 or sizes[-1] > pool:
+    pool = given.pool or max(SIZES[-1], *given.sizes)
+    if min(given.sizes) < 1 or max(given.sizes) > pool:
         raise UserError(
             f"--sizes must lie between 1 and the {pool} prompts of --pool; given: {given.sizes}."
         )
-    work = given.work.resolve()
-    study = Study(PLACES["embedded"], work, given.threads, given.prompts, pool, sizes)
-    content = earlier(given.out)
-    found = {kind: Found() for kind in given.kinds}
+    place = PLACES["embedded"]
+    require_answers(place)
+    settings = {"seeds": given.seeds, "pool": pool, "passes": PASSES, "depth": DEPTH}
+    settings |= {"beyond": BEYOND, "answers": digest(answers_facts(place.answers))}
+    content = begin(given, settings)
+    kinds: Facts = content.setdefault("kinds", {})
+    found = {kind: found_in(entry) for kind, entry in kinds.items()}
+    sizes = sorted({*given.sizes, *(size for one in found.values() for size in one.curve)})
+    require_same_sizes(given.out, kinds, sizes)
+    work, some = given.work.resolve(), (given.threads, given.prompts, pool, sizes, given.kinds)
+    study = Study(place, work, *some)
 
     def write(kind: str) -> None:
-        content.setdefault("kinds", {})[kind] = summary(kind, found[kind], sizes)
-        settings = {"seeds": given.seeds, "sizes": sizes, "pool": pool, "passes": PASSES}
-        save(given, content, {**settings, "depth": DEPTH, "beyond": BEYOND}, markdown)
+        kinds[kind] = summary(kind, found[kind], sizes)
+        save(given, content, settings, markdown)
 
-    for size in sizes:
+    for size in sorted(set(given.sizes)):
         for kind in given.kinds:
-            found[kind].curve[size] = study.point(kind, size, given.seeds)
+            found.setdefault(kind, Found()).curve[size] = study.point(kind, size, given.seeds)
             write(kind)
     for arm in (arm for arm in given.arms if len(sizes) >= SIZES_NEEDED.get(arm, 2)):
         for kind in given.kinds:
+            curve = found[kind].curve
+            if sizes[1] not in curve:
+                curve[sizes[1]] = study.point(kind, sizes[1], given.seeds)
             found[kind].arms[arm] = study.arm(kind, arm, given.seeds)
             write(kind)
     print("\n".join(markdown(content)))
 
 
+def sizes_of(arm: str, sizes: Sequence[int]) -> list[int]:
+    """The sizes of the curve on which an arm depends."""
+    return [*sizes[: SIZES_NEEDED.get(arm, 2)]]
+
+
+def require_same_sizes(out: Path, kinds: Facts, sizes: Sequence[int]) -> None:
+    """Raise `UserError` if the arms of a report stand between other sizes than `sizes` gives."""
+    for kind, entry in kinds.items():
+        for arm, row in entry.get("arms", {}).items():
+            if row["sizes"] != sizes_of(arm, sizes):
+                raise UserError(
+                    f"the arm {arm} of {kind} in '{out.with_suffix('.json')}' spends the training "
+                    f"tokens of the sizes {row['sizes']}, and with these --sizes it would be "
+                    f"{sizes_of(arm, sizes)}. Give sizes above {row['sizes'][-1]}, or another "
+                    "--out."
+                )
+
+
+def sums_of(one: Measured) -> Facts:
+    """Committed tokens and passes by seed and prompt, from which a later command computes the fits
+    again."""
+    return {
+        "committed": [totals.committed.tolist() for totals in one.totals],
+        "passes": [totals.passes.tolist() for totals in one.totals],
+    }
+
+
+def found_in(entry: Facts) -> Found:
+    """The results that a report has of a kind."""
+
+    def measured(row: Facts) -> Measured:
+        totals = []
+        for committed, passes in zip(row["sums"]["committed"], row["sums"]["passes"], strict=True):
+            names = [str(index) for index in range(len(passes))]
+            nothing = np.zeros(len(passes))
+            sums = (np.array(committed), np.array(passes), nothing, nothing, np.zeros((1, 1)))
+            totals.append(Totals(names, names, *sums, seconds={}))
+        return Measured(row["answers"], row["steps"], row["tokens"], totals)
+
+    curve = {row["size"]: measured(row) for row in entry["points"]}
+    return Found(curve, {arm: measured(row) for arm, row in entry.get("arms", {}).items()})
+
+
 def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
     """The entry of a kind: its points, the fits, the gains of doublings, and its arms."""
-    curve, arms = found.curve, found.arms
+    curve, arms = dict(sorted(found.curve.items())), found.arms
     measured = [*curve.values(), *arms.values()]
     draws = drawn([one.totals for one in measured])
-    rows = [
+    rows: list[Facts] = [
         {
             "answers": one.answers,
             "steps": one.steps,
             "tokens": one.tokens,
             "tau": tau,
             "tau_ci95": interval(resamples),
+            "sums": sums_of(one),
         }
         for one, (tau, resamples) in zip(measured, draws, strict=True)
     ]
     points, others = rows[: len(curve)], rows[len(curve) :]
+    for size, row in zip(curve, points, strict=True):
+        row["size"] = size
     entry: Facts = {"overrides": family_overrides(kind), "points": points}
     if len(curve) < 2:
         return entry
@@ -264,6 +349,7 @@ def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
         against = compared(arms[name].totals, equal.totals)
         entry["arms"][name] = {
             **row,
+            "sizes": sizes_of(name, sizes),
             "way": label(name, sizes),
             "ratio": against["ratio"],
             "ratio_ci95": against["ratio_ci95"],

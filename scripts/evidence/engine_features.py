@@ -171,7 +171,8 @@ class EngineRun:
                 facts["own_to_float32"] = difference(mine[name], exact[name])["relative"]
                 facts["engine_to_float32"] = difference(theirs[name], exact[name])["relative"]
         counted = {"documents": self.given.documents, "tokens": sum(map(len, documents))}
-        return {**counted, "states": found, "command": self.command}
+        # without this machine's paths
+        return {**counted, "states": found, "command": self.command.replace(str(ROOT), ".")}
 
     def write_store(self) -> None:
         """`headstart features`, for all heads."""

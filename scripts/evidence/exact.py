@@ -95,7 +95,7 @@ def compare(setting: Setting) -> Iterator[Facts]:
             found: dict[str, Any] = {"seconds": seconds, "differing": differing}
             if arm.nodes > 1:
                 given = writing.target, writing.requests, plain[way], arm.decode.sampling()
-                counts = flips_alone(*given, arm.nodes, exact=way)
+                counts = flips_alone(*given, arm.nodes, exact=way, chunk=arm.decode.prefill_chunk)
                 found["flips_per_1000"] = 1000 * counts[1] / counts[0]
                 found["tokens"] = counts[0]
             row["exact" if way else "usual"] = found

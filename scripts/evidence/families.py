@@ -2,17 +2,21 @@
 families.{json,md,png}.
 
 It measures nothing. It reads the run of `headstart loop experiment=families`: the trainings of
-every row (at the learning rate with the best tau on the validation prompts) and four measurements
-of all rows on the same held-out prompts: chain and tree, at temperature 0 and 1. --page writes only
-the page again, from families.json, after scripts.evidence.throughput has measured. --keep keeps the
-rows of the report that the run lacks, so that a row can be added or measured again without the
-others (`headstart loop experiment=families loop.only=[ROW] measure.kinds=[]`).
+every row (if there are several learning rates, the one with the best tau on the validation prompts
+counts) and four measurements of all rows on the same held-out prompts: chain and tree, at
+temperature 0 and 1. The run may have measured only some rows; the page names those of the
+experiment that are missing. --page writes only the page again, from families.json, after
+scripts.evidence.throughput has measured. --keep keeps the rows of the report that the run lacks, so
+that a row can be added or measured again without the others (`headstart loop experiment=families
+loop.only=[ROW] measure.kinds=[]`); kept rows that were trained with another optimiser, or for
+another number of steps or tokens a step, are marked.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from heads.api.errors import UserError
@@ -28,7 +32,8 @@ from inference.report.model import (
     TargetFacts,
     read_report,
 )
-from scripts.evidence.common import FAMILIES, Facts, cell, read_json, write_report
+from scripts.evidence.common import FAMILIES, Facts, cell, read_json, settings_of, write_report
+from scripts.evidence.throughput import kept_rows
 from scripts.run.drafters import SWEPT
 from scripts.tools.common import REPORTS, command
 
@@ -44,16 +49,19 @@ COUNTED = ("draft", "tau", "tau_ci95", "tar", "acceptance", "lossless")
 DOMAIN_COUNTED = ("tau", "tau_ci95", "tar")
 SECONDS = ("tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup", "step_ms")
 ABOUT = (
-    "Every row was trained on the same generated answers of the same target; the learning rate "
-    "is the one whose tau on the validation prompts was best, out of those tried. Measured on "
-    "other prompts, batch size 1. **tau**: committed tokens per verify pass, bonus included. "
-    "**TAR**: accepted drafted tokens per tested one, chain at T=0. **speedup**: against the "
-    "same loop without a drafter, chain at T=0, same run. **efficiency**: speedup / (tau / (1 + "
-    "draft time per pass / baseline time per pass)). Brackets: 95% bootstrap intervals over "
-    "prompts. Rows without steps need no training. Training tokens/s: throughput.json, the same "
-    "rows on a quiet machine. T=1: fewer and shorter answers (families.json has each column's "
-    "settings)."
+    "Every row was trained on the same generated answers of the same target, at the learning rate "
+    "that was best for its kind or a similar one in earlier trainings (docs/log.md; uno: "
+    "untested); where a row was trained at several rates, the one whose tau on the validation "
+    "prompts was best counts. Measured on other prompts, batch size 1. **tau**: committed tokens "
+    "per verify pass, bonus included; at T=1 by the acceptance rule in the column's title, at T=0 "
+    "all rules accept the same drafts. **TAR**: accepted drafted tokens per tested one, chain at "
+    "T=0. **speedup**: against the same loop without a drafter, chain at T=0, same run. "
+    "**efficiency**: speedup / (tau / (1 + draft time per pass / baseline time per pass)). "
+    "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. T=1: "
+    "fewer and shorter answers (families.json has each column's settings)."
 )
+MARK = " *"
+"""Behind the steps of a row that was trained otherwise than the others."""
 
 
 def report(given: argparse.Namespace) -> None:
@@ -62,7 +70,7 @@ def report(given: argparse.Namespace) -> None:
         content = read_json(REPORTS / "families.json")
         write_report(REPORTS / "families", content, markdown(content))
         return
-    content = collect(given.run)
+    content = collect(given.run) | {"experiment_rows": experiment_rows()}
     if given.keep:
         content = keep(content, read_json(REPORTS / "families.json"))
     write_report(REPORTS / "families", content, markdown(content))
@@ -72,6 +80,12 @@ def report(given: argparse.Namespace) -> None:
         bars[row["name"]] = {**taus, "speedup": row["measured"]["chain"]["speedup"]}
     plots.families(bars, REPORTS / "families.png")
     print(f"{len(content['rows'])} rows")
+
+
+def experiment_rows() -> list[str]:
+    """The names of all rows that experiment=families trains or measures."""
+    settings = settings_of("loop", "experiment=[families]")
+    return [*dict.fromkeys([*settings.loop.sweep, *settings.measure.kinds])]
 
 
 def collect(folder: Path, made_by: str = COMMAND) -> Facts:
@@ -115,7 +129,8 @@ def keep(content: Facts, former: Facts) -> Facts:
     """The content with the rows of a former report that it lacks, each with the device and commit
     of its own measurement; raises `UserError` if the two differ in target or settings.
 
-    A speedup is a ratio within one run; the baseline of the report is that of its latest run.
+    A speedup is a ratio within one run; the baseline of the report is that of its latest run. Kept
+    rows that were trained otherwise than the trained rows of the run are marked.
     """
     for what in ("target", "settings"):
         if former.get(what) != content[what]:
@@ -126,7 +141,18 @@ def keep(content: Facts, former: Facts) -> Facts:
     new = {row["name"] for row in content["rows"]}
     own = {"device": former["device"], "git": former["git"]}
     kept = [own | row for row in former["rows"] if row["name"] not in new]
+    ways = [trained_as(row) for row in content["rows"] if row["trainings"]]
+    for row in kept:
+        if ways and row["trainings"]:
+            row["trained_otherwise"] = trained_as(row) not in ways
     return {**content, "rows": [*content["rows"], *kept]}
+
+
+def trained_as(row: Facts) -> tuple[object, ...]:
+    """What the trainings of all rows must share: steps, optimiser and tokens a step, the last two
+    as far as they are known (reports of earlier versions do not have them)."""
+    training = row["trainings"][0]
+    return tuple(training.get(key) for key in ("steps", "optimiser", "tokens_per_step"))
 
 
 def trainings(folder: Path, name: str) -> list[Facts]:
@@ -137,6 +163,11 @@ def trainings(folder: Path, name: str) -> list[Facts]:
         if (path / MANIFEST_FILE).is_file():
             manifest = read_manifest(path, "train")
             facts = {key: manifest[key] for key in ("steps", "tokens", "seconds")}
+            settings = manifest.get("settings")
+            if settings is not None:
+                train = settings["train"]
+                facts["optimiser"] = settings["optim"]["kind"]
+                facts["tokens_per_step"] = train["global_batch"] * train["sequence_length"]
             best = {
                 "validation_tau": manifest["best"]["tau"],
                 "best_step": manifest["best"]["step"],
@@ -160,11 +191,11 @@ def markdown(content: Facts) -> list[str]:
     """The lines of the page: the table, with the training speeds of throughput.json, and the
     learning rates that were tried."""
     rows = by_tau(content)
-    throughput = read_json(REPORTS / "throughput.json").get("rows", [])
+    throughput = kept_rows(read_json(REPORTS / "throughput.json"))
     speeds = {row["name"]: row["tokens_per_second"] for row in throughput}
     domains = sorted(rows[0]["measured"]["chain"]["domains"])
     header = ["drafter", "parameters", "steps", "training tokens/s"]
-    header += [f"tau {title}" for _, title in MEASURES.values()]
+    header += titles(content)
     header += [*(f"TAR {name}" for name in domains), "speedup", "efficiency", "lossless"]
     lines = [table_row(row, content["settings"], speeds.get(row["name"])) for row in rows]
     tried = []
@@ -176,33 +207,68 @@ def markdown(content: Facts) -> list[str]:
     return [
         "# Every family on the same data",
         "",
-        f"Written by `{content['command']}` from [families.json](families.json). {ABOUT}",
+        f"Written by `{content['command']}` from [families.json](families.json). {ABOUT} "
+        f"{speed_text(throughput)}",
         "",
         *conditions(content),
         "",
         *markdown_table(header, lines),
         *kept_line(rows),
+        *missing_line(content),
         "",
         "![tau and speedup by family](families.png)",
         "",
-        "Learning rates tried, and the tau of each on the validation prompts (chain of 4, T=0):",
+        "Learning rates of the trainings, and the tau of each on the validation prompts (chain of "
+        "4, T=0):",
         "",
         *markdown_table(["row", "rate: tau"], tried),
         "",
     ]
 
 
+def titles(content: Facts) -> list[str]:
+    """The titles of the columns of tau, with the acceptance rule above temperature 0."""
+    found = []
+    for name, (_, title) in MEASURES.items():
+        used = content["settings"][name]
+        rule = f" (rule {used['rule']})" if used["temperature"] > 0 else ""
+        found.append(f"tau {title}{rule}")
+    return found
+
+
+def speed_text(rows: Sequence[Facts]) -> str:
+    """Where the training speeds come from, and of how many rows a step was."""
+    sizes = sorted({row["settings"].get("rows", 0) for row in rows})
+    if not sizes:
+        return ""
+    of = " or ".join(map(str, sizes))
+    return f"Training tokens/s: throughput.json, online, {of} rows a step, on a quiet machine."
+
+
+def missing_line(content: Facts) -> list[str]:
+    """The rows of the experiment that were not measured."""
+    measured = {row["name"] for row in content["rows"]}
+    missing = [name for name in content.get("experiment_rows", []) if name not in measured]
+    return ["", f"Not measured: {', '.join(missing)}."] if missing else []
+
+
 def kept_line(rows: list[Facts]) -> list[str]:
-    """The rows that were measured in an earlier run, and their conditions."""
+    """The rows that were measured in an earlier run, and their conditions; those that were trained
+    otherwise."""
     kept: dict[str, list[str]] = {}
+    other = [row["name"] for row in rows if row.get("trained_otherwise")]
     for row in rows:
         if "device" in row:
             kept.setdefault(row["device"]["name"], []).append(row["name"])
-    return [
+    lines = [
         line
         for device, names in kept.items()
         for line in ("", f"Measured in an earlier run ({device}): {', '.join(names)}.")
     ]
+    if other:
+        told = f"{MARK.strip()} Trained otherwise (steps, optimiser or tokens a step), so that they"
+        lines += ["", f"{told} do not compare with the other rows: {', '.join(other)}."]
+    return lines
 
 
 def conditions(content: Facts) -> list[str]:
@@ -227,7 +293,7 @@ def table_row(row: Facts, settings: Facts, speed: float | None) -> list[str]:
     return [
         row["name"],
         f"{row['parameters'] / 1e6:.2f} M" if row["parameters"] else "-",
-        str(trained[0]["steps"]) if trained else "-",
+        f"{trained[0]['steps']}{MARK if row.get('trained_otherwise') else ''}" if trained else "-",
         f"{speed:,.0f}" if speed else "-",
         *(cell(measured[name]["tau"], measured[name]["tau_ci95"]) for name in MEASURES),
         *(f"{chain['domains'][name]['tar']:.2f}" for name in sorted(chain["domains"])),

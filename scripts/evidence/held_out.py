@@ -6,7 +6,8 @@ Makes a small Qwen3 from C++ headers (scripts/assets), lets it answer prompts, t
 the settings of conf/experiment/families.yaml at the learning rates that were best on the embedded
 target, and measures them on prompts of files that neither target nor drafters saw. Writes
 docs/reports/held_out.{json,md}. Finished steps are skipped, so the command can be repeated after an
-interruption.
+interruption. --answers-only makes the target and its answers, which other reports read
+(scripts.evidence.small_targets).
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ def report(given: argparse.Namespace) -> None:
         common.run_on_target(name, target, own_run, *overrides)
 
     stage("generate", "data=embedded", f"data.path={prompts / 'train.jsonl'}")
+    if given.answers_only:
+        return
     for name in ROWS:
         last = [LAST_LAYER] if name == "eagle3_copied" else []  # another layer than the recipe's
         own = (*family_recipe(name), *last, f"optim.lr={family_rate(name)}", f"run.drafter={name}")
@@ -137,6 +140,7 @@ main = command(
     report,
     work=ROOT / "outputs" / "held_out",
     steps=(800, "of the target's training, 4,096 tokens each"),
+    answers_only=(False, "make the target and its answers, and end"),
     training=(held_out_target.PROMPTS["training"], "prompts"),
     measuring=(held_out_target.PROMPTS["measuring"], "prompts"),
     threads=1,

@@ -8,9 +8,8 @@ compiled layers (`decode.compile`) for a CPU; its loops and the library's produc
 the program that it writes. Libraries may launch more than one kernel for a product.
 
 The time of a step on a GPU is estimated from its bytes and launches (`StepModel`), for comparison
-with a measured time (`python -m scripts.evidence.gpu speed`).
-
-Legend: L layers.
+with a measured time (`python -m scripts.evidence.gpu speed`). Bytes are the weights that the
+products read and the cached keys and values of the text; activations are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +40,7 @@ from inference.kernels import drafter_attention
 from inference.report.markdown import markdown_table
 from inference.target.model import TargetModel
 from scripts.evidence.acceptance.shapes import (
+    FULL,
     LLAMA,
     QWEN,
     TOY,
@@ -54,23 +54,46 @@ from scripts.tools.common import REPORTS, command
 
 KERNELS = {"tree_attention": 2, "write_clock": 0, "row_linear": 2}
 """Launches of Headstart's kernels that have more or fewer than one; the clock does not count."""
+PRODUCTS = ("mm", "addmm", "linear")
+"""Operations that multiply by a weight."""
 ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 LAYERS = (2, 4)
 DEPTH = 5
 ABOUT = (
-    "**layer**: launches per target layer; **outside**: of the verification, outside of layers. "
-    "**draft**, **judge**, **commit**: of an EAGLE-3 chain of five, where judging is picking "
-    "tokens and walking the draft. **ms**: estimated for bfloat16, one row, a short context, on "
-    "4.3 TB/s."
+    "**layer**: launches per target layer, and in brackets how many of them are products with "
+    "weights; **outside**: of the verification, outside of layers. **draft**, **judge**, "
+    "**commit**: of an EAGLE-3 chain of five, where judging is picking tokens and walking the "
+    "draft. **ideal**: milliseconds for reading the target's weights alone."
+)
+ABOUT_TIMES = (
+    "Estimated milliseconds of a step by the tokens in the cache: bfloat16, one row, 4.3 TB/s, of "
+    "which reading weights, keys and values reaches 86%; 1.9 us for every launch that is no "
+    "product."
 )
 
 
+@dataclass(frozen=True)
+class Tally:
+    """Launches, and how many of them are products with weights."""
+
+    launches: float = 0.0
+    products: float = 0.0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.launches + other.launches, self.products + other.products)
+
+    def __mul__(self, factor: float) -> Tally:
+        return Tally(self.launches * factor, self.products * factor)
+
+
 class Launches(TorchDispatchMode):
-    """Counts launches by phase. phase: set by the code that runs the step."""
+    """Counts launches by phase, and those of products. phase: set by the code that runs the
+    step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.products: Counter[str] = Counter()
         self.phase, self.paused = "", False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +104,12 @@ class Launches(TorchDispatchMode):
         view = alias is not None and not alias.is_write
         if not view and not self.paused and name not in ALLOCATIONS and returns:
             self.counts[self.phase] += 1
+            self.products[self.phase] += name in PRODUCTS
         return out
+
+    def take(self, phase: str) -> Tally:
+        """What was counted in a phase, which then begins anew."""
+        return Tally(self.counts.pop(phase, 0), self.products.pop(phase, 0))
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -106,19 +134,19 @@ class Launches(TorchDispatchMode):
             yield
 
 
-def step_launches(target: TargetModel, drafter: Any) -> dict[str, float]:
+def step_launches(target: TargetModel, drafter: Any) -> dict[str, Tally]:
     """Launches of a step by phase: "draft", "verify", "other" (judging), "commit"."""
     decode = DecodeConfig(depth=DEPTH, max_new_tokens=24, graph="off")
     decode = decode if drafter is not None else decode.without_draft()
     engine, launches = Engine(target, drafter, decode), Launches()
     border, verify = StepClock.border, TargetModel.verify
-    found: Counter[str] = Counter()
+    found: dict[str, Tally] = {}
     steps: list[int] = []
 
     def at_border(clock: StepClock, ended: str) -> None:
         border(clock, ended)
         if ended:
-            found[ended] += launches.counts.pop("step", 0)
+            found[ended] = found.get(ended, Tally()) + launches.take("step")
         else:
             steps.append(1)
         launches.phase = "" if ended == "commit" else "step"
@@ -135,10 +163,10 @@ def step_launches(target: TargetModel, drafter: Any) -> dict[str, float]:
         launches.kernels(),
     ):
         list(engine.run([Request(0, (5, 6, 7, 8), 0, 24)]))
-    return {phase: count / len(steps) for phase, count in found.items()}
+    return {phase: tally * (1 / len(steps)) for phase, tally in found.items()}
 
 
-def compiled_layer(shape: Shape) -> int:
+def compiled_layer(shape: Shape) -> Tally:
     """Launches of one compiled layer: loops that inductor makes, products, and the launches of the
     opaque attention over the cache: a write and the kernel."""
     from torch._inductor.utils import run_and_get_code  # takes seconds to import
@@ -158,33 +186,33 @@ def compiled_layer(shape: Shape) -> int:
     _, programs = run_and_get_code(verify)
     counts = [count_in(program) for program in programs]
     assert counts, "inductor has written no program"
-    return max(counts) + 1 + KERNELS["tree_attention"]
+    most = max(counts, key=lambda tally: tally.launches)
+    return most + Tally(1 + KERNELS["tree_attention"])
 
 
-def count_in(program: str) -> int:
+def count_in(program: str) -> Tally:
     """Launches in a program that inductor writes for a CPU, without those of the opaque
     operation."""
     body = program[program.index("def call") :]
     loops = re.findall(r"^\s+(?:cpp_fused\w*|\w*cpp_\w+)\(", body, re.MULTILINE)
     products = re.findall(r"extern_kernels\.\w+\(", body)
-    return len(loops) + len(products)
+    return Tally(len(loops) + len(products), len(products))
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds of a step of one row: products read their weights at `products` of the bandwidth,
-    every other launch takes `launch_seconds`, and nothing overlaps. bandwidth in bytes per second;
-    the defaults are published rates of a Hopper GPU in a replayed graph."""
+    """Seconds of a step of one row: weights, keys and values are read at `share` of the bandwidth,
+    every launch that is no product takes `launch_seconds`, and nothing overlaps. bandwidth in bytes
+    per second; the defaults are published rates of a Hopper GPU in a replayed graph."""
 
     bandwidth: float = 4.3e12
-    products: float = 0.86
+    share: float = 0.86
     launch_seconds: float = 1.9e-6
 
-    def milliseconds(self, weight_bytes: float, products: float, launches: float) -> float:
-        """Milliseconds of a step with this many launches, of which `products` are products over
-        `weight_bytes`."""
-        read = weight_bytes / (self.bandwidth * self.products)
-        return 1000 * (read + max(0.0, launches - products) * self.launch_seconds)
+    def milliseconds(self, moved: float, tally: Tally) -> float:
+        """Milliseconds of a step that reads `moved` bytes."""
+        read = moved / (self.bandwidth * self.share)
+        return 1000 * (read + max(0.0, tally.launches - tally.products) * self.launch_seconds)
 
 
 def target_bytes(shape: Shape) -> float:
@@ -196,12 +224,19 @@ def target_bytes(shape: Shape) -> float:
 
 
 def eagle3_bytes(shape: Shape) -> float:
-    """The same for a level of EAGLE-3's draft: a layer whose attention reads two states, and the
-    reduced LM head."""
+    """The same for EAGLE-3's draft of `DEPTH` tokens and its commit: the fusion of three taps once;
+    for every token a layer whose attention reads two states, and the reduced LM head."""
     size = shape.hidden // shape.heads
     attention = shape.hidden * size * (3 * shape.heads + 4 * shape.kv_heads)
     layer = attention + 3 * shape.hidden * shape.intermediate
-    return 2.0 * (layer + shape.draft_vocab * shape.hidden)
+    level = layer + shape.draft_vocab * shape.hidden
+    return 2.0 * (3 * shape.hidden * shape.hidden + DEPTH * level)
+
+
+def cache_bytes(shape: Shape, reads: int) -> float:
+    """Bytes of keys and values per token of text that a step reads in bfloat16. reads: passes over
+    the text by one layer each."""
+    return 2.0 * 2 * shape.kv_heads * (shape.hidden // shape.heads) * reads
 
 
 def report(given: argparse.Namespace) -> None:
@@ -223,50 +258,61 @@ def count(name: str, large: Shape, toy: Shape) -> Facts:
         plain[layers] = step_launches(target, None)
         if layers == many:
             drafted = step_launches(target, new_head("eagle3", shape, target))
-    layer = (plain[many]["verify"] - plain[few]["verify"]) / (many - few)
-    outside = plain[few]["verify"] - few * layer
+    layer = (plain[many]["verify"] + plain[few]["verify"] * -1) * (1 / (many - few))
     compiled = compiled_layer(replace(toy, layers=2))
-    model, rest = StepModel(), plain[few].get("other", 0.0) + plain[few].get("commit", 0.0)
-    chain = {phase: drafted.get(phase, 0.0) for phase in ("draft", "other", "commit")}
-
-    def plain_ms(each: float) -> float:
-        launches = large.layers * each + outside + rest
-        return model.milliseconds(target_bytes(large), 7 * large.layers + 1, launches)
-
-    def chain_ms(each: float) -> float:
-        launches = large.layers * each + outside + sum(chain.values())
-        products = 7 * large.layers + 1 + 8 * DEPTH
-        moved = target_bytes(large) + DEPTH * eagle3_bytes(large)
-        return model.milliseconds(moved, products, launches)
-
+    outside = plain[few]["verify"] + layer * -few
+    rest = plain[few].get("other", Tally()) + plain[few].get("commit", Tally())
+    chain = {phase: drafted.get(phase, Tally()) for phase in ("draft", "other", "commit")}
+    verified = [outside + each * large.layers for each in (layer, compiled)]
+    drafts = sum(chain.values(), Tally())
+    contexts = [times(large, context, verified, rest, drafts) for context in FULL.contexts]
     return {
         "family": name,
-        "layer": layer,
-        "layer_compiled": compiled,
-        "outside": outside,
-        "plain": rest,
-        "eagle3_chain": chain,
-        "plain_ms": [plain_ms(layer), plain_ms(compiled)],
-        "eagle3_ms": [chain_ms(layer), chain_ms(compiled)],
-        "ideal_ms": 1000 * target_bytes(large) / model.bandwidth,
+        "layer": layer.launches,
+        "layer_compiled": compiled.launches,
+        "layer_products": [layer.products, compiled.products],
+        "outside": outside.launches,
+        "plain": rest.launches,
+        "eagle3_chain": {phase: tally.launches for phase, tally in chain.items()},
+        "eagle3_products": drafts.products,
+        "plain_ms": contexts[0]["plain_ms"],
+        "eagle3_ms": contexts[0]["eagle3_ms"],
+        "ideal_ms": 1000 * target_bytes(large) / StepModel().bandwidth,
+        "contexts": contexts,
+    }
+
+
+def times(
+    large: Shape, context: int, verified: Sequence[Tally], plain: Tally, drafts: Tally
+) -> Facts:
+    """Milliseconds of a step behind `context` tokens, for every way of computing the verification
+    (`verified`). plain, drafts: the rest of a step without a drafter, and with EAGLE-3's chain."""
+    model, moved = StepModel(), target_bytes(large) + context * cache_bytes(large, large.layers)
+    more = moved + eagle3_bytes(large) + context * cache_bytes(large, DEPTH)
+    return {
+        "context": context,
+        "plain_ms": [model.milliseconds(moved, tally + plain) for tally in verified],
+        "eagle3_ms": [model.milliseconds(more, tally + drafts) for tally in verified],
     }
 
 
 def page(content: Mapping[str, Any]) -> list[str]:
     """The report as Markdown."""
-    header = ["family", "layer", "compiled", "outside", "draft", "judge", "commit"]
-    header += ["ms, plain", "compiled", "ideal", "ms, chain", "compiled"]
-    body = [
-        [
-            row["family"],
-            *(f"{row[key]:g}" for key in ("layer", "layer_compiled", "outside")),
-            *(f"{row['eagle3_chain'][key]:g}" for key in ("draft", "other", "commit")),
-            *(f"{ms:.1f}" for ms in (*row["plain_ms"], row["ideal_ms"], *row["eagle3_ms"])),
-        ]
-        for row in content["rows"]
-    ]
+    header = ["family", "layer", "compiled", "outside", "draft", "judge", "commit", "ideal"]
+    body, estimates = [], []
+    for row in content["rows"]:
+        counts = zip((row["layer"], row["layer_compiled"]), row["layer_products"], strict=True)
+        layers = [f"{launches:g} ({products:g})" for launches, products in counts]
+        chain = [f"{row['eagle3_chain'][key]:g}" for key in ("draft", "other", "commit")]
+        outside, ideal = f"{row['outside']:g}", f"{row['ideal_ms']:.1f}"
+        body.append([row["family"], *layers, outside, *chain, ideal])
+        for at in row["contexts"]:
+            values = [f"{ms:.1f}" for ms in (*at["plain_ms"], *at["eagle3_ms"])]
+            estimates.append([row["family"], f"{at['context']:,}", *values])
     lines = ["# Launches of a step", "", ABOUT, "", f"`{content['command']}`", ""]
-    return [*lines, *markdown_table(header, body, texts=1), ""]
+    lines += [*markdown_table(header, body, texts=1), "", ABOUT_TIMES, ""]
+    header = ["family", "tokens", "plain", "compiled", "chain", "compiled"]
+    return [*lines, *markdown_table(header, estimates, texts=1), ""]
 
 
 main = command(report, out=REPORTS / "launches")

@@ -4,12 +4,17 @@
 
 PYTHON is an interpreter that has speculators. Both sides read the same documents of the same target
 for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
-blocks and anchors. Both read the target's features from a store. The library keeps its own recipe
-(its loss, optimiser, schedule and norms); ours is that of conf/head. Both sweep the same learning
-rates, and each keeps the rate with the best tau on the validation prompts. That rate is trained
-with two further seeds. Our decoder decodes the three drafters of both sides on other prompts:
-chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the target's
-distribution.
+blocks or depths, and anchors, in the same dtype. Both read the target's features from a store. The
+library keeps its own recipe (its loss, optimiser, schedule, norms, and what it trains: P-EAGLE its
+embedding); ours is that of conf/head. Both sweep the same learning rates (the library for Muon and
+for AdamW alike), and each keeps the rate with the best tau on the validation prompts. That rate is
+trained with two further seeds. Our decoder decodes the three drafters of both sides on other
+prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the
+target's distribution.
+
+The library's own validation loss, on the target's greedy answers to the validation prompts, is
+recorded beside its trainings. A best rate at the edge of the grid is marked: a rate beyond may be
+better.
 
 Writes docs/reports/peers.{json,md}. Every training and every measurement is kept under --work, and
 the command continues after an interruption; the report is written after every kind.
@@ -20,23 +25,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
-from heads.api.registry import get_kind
+from inference.decoding.config import DecodeConfig
 from inference.folders import copy_plain
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
-from scripts.evidence.common import Facts, cell, settings_of
-from scripts.evidence.sides import LENGTH, VERSION, Setting
+from scripts.evidence.common import Facts, cell, decode_prompts, settings_of
+from scripts.evidence.sides import FLAGS, LENGTH, VERSION, Row, Setting, fast_dtype, their_sizes
 from scripts.evidence.small_targets import (
+    EXPERIMENT,
     PLACES,
     SEEDS,
     Bench,
     Place,
     answers_facts,
+    begin,
     chain,
     compared,
-    earlier,
     options_of_bench,
     put_rows,
     save,
@@ -52,12 +59,14 @@ RULES = ((0.0, "match"), (1.0, "match"), (1.0, "rejection"), (1.0, "block"))
 """Temperature and rule. At temperature 0, all rules accept the same drafts."""
 ANCHORS = 128
 """Blocks per step from which a block drafter learns."""
+ANSWER_TOKENS = 128
+"""New tokens of an answer to a validation prompt, as those of experiment=families."""
 ROWS = TOKENS // LENGTH
 OURS: dict[str, list[str]] = {
     "eagle3": ["head=eagle3"],
     "dflash": ["head=dflash", f"head.num_anchors={ANCHORS // ROWS}"],
     "dspark": ["head=dspark", "head.block_size=8", f"head.num_anchors={ANCHORS // ROWS}"],
-    "peagle": ["head=peagle"],
+    "peagle": ["head=peagle", "head.num_layers=4", "head.depths=8"],
 }
 """Kind -> its overrides, except for the rate and the seed."""
 
@@ -79,8 +88,20 @@ class Contest(Bench):
         """The checkpoint of a training, which runs now if it does not exist."""
         name = f"{kind}-{side}-{rate:g}-{seed}"
         if side == "speculators":
-            words = [*self.their_flags(kind), "--lr", f"{rate}"]
-            key = [VERSION, kind, TOKENS, EPOCHS, seed, words, answers_facts(self.place.answers)]
+            words = [*self.their_flags(kind), "--lr", f"{rate}", "--muon-lr", f"{rate}"]
+            key = {
+                "version": VERSION,
+                "kind": kind,
+                "flags": [*FLAGS, *words],
+                "tokens": TOKENS,
+                "epochs": EPOCHS,
+                "seed": seed,
+                "taps": self.setting.taps(kind),
+                "length": self.setting.length,
+                "dtype": self.setting.dtype,
+                "answers": answers_facts(self.place.answers),
+                "validation": [prompt.to_line() for prompt in self.validation],
+            }
             return self.once(name, key, lambda out: self.train_theirs(kind, name, words, seed, out))
         words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}", f"train.epochs={EPOCHS}"]
         words += [f"train.global_batch={ROWS}", f"train.micro_batch={ROWS}"]
@@ -90,25 +111,33 @@ class Contest(Bench):
         self, kind: str, name: str, words: Sequence[str], seed: int, out: Path
     ) -> Facts:
         """Train the library's kind with the flags `words`, and convert the saved checkpoint."""
-        self.setting.write_rows()
+        self.setting.write_rows(self.held_out)
         side = self.setting.theirs(kind, name, TOKENS, words, EPOCHS, seed)
-        begun = side.answer()
-        steps = EPOCHS * int(begun["steps_per_epoch"])
-        side.train(steps, self.setting.work / f"theirs-{name}" / "saved")
+        steps = EPOCHS * int(side.about["steps_per_epoch"])
+        found = side.train(steps, self.setting.work / f"theirs-{name}" / "saved")
         copy_plain(self.setting.converted(name), out)
-        return {"steps": steps, "trained_weights": begun["trained_weights"]}
+        told = {key: side.about[key] for key in ("trained_weights", "settings")}
+        return {"steps": steps, **found, **told}
+
+    @cached_property
+    def held_out(self) -> list[Row]:
+        """The target's greedy answers to the validation prompts, for the library's validation."""
+        decode = DecodeConfig(
+            temperature=0.0, shape="none", max_new_tokens=ANSWER_TOKENS, batch_size=16
+        )
+        return [
+            (
+                [*done.request.tokens, *done.tokens],
+                [0] * len(done.request.tokens) + [1] * len(done.tokens),
+            )
+            for done in decode_prompts(self.model, None, self.validation, decode)
+        ]
 
     def their_flags(self, kind: str) -> list[str]:
         """The sizes that both sides share, as flags of the library; all other settings are the
         library's own."""
-        if kind in ("eagle3", "peagle"):
-            return []
-        head = settings_of("train", "experiment=[families]", *OURS[kind]).head
-        drafter = get_kind(head.kind).drafter_class(head.config, self.model.info)
-        layers = range(len(drafter.layers))
-        words = ["--num-layers", len(layers), "--full-attention-indices", *layers]
-        words += ["--block-size", head.config.block_size, "--max-anchors", ANCHORS]
-        return [str(word) for word in words]
+        head = settings_of("train", EXPERIMENT, *OURS[kind]).head
+        return their_sizes(head, self.model.info, TOKENS if kind == "peagle" else ANCHORS)
 
     def measured(self, checkpoint: Path) -> Iterator[tuple[tuple[float, str, int], Totals]]:
         """Temperature, rule and depth -> a drafter's results on the measured prompts."""
@@ -125,17 +154,26 @@ class Contest(Bench):
 
 def report(given: argparse.Namespace) -> None:
     """Train, decode, and write the report after every kind."""
-    content = earlier(given.out)
     settings = {
         "speculators": VERSION,
         "tokens_per_step": TOKENS,
         "passes": EPOCHS,
         "rates": RATES,
         "seeds": SEEDS,
+        "dtype": fast_dtype(),
     }
-    for target in given.targets:
-        work = given.work.resolve() / target
-        contest = Contest(given.python, PLACES[target], work, given.threads, given.prompts)
+    content = begin(given, settings)
+    contests = {
+        target: Contest(
+            given.python,
+            PLACES[target],
+            given.work.resolve() / target,
+            given.threads,
+            given.prompts,
+        )
+        for target in given.targets
+    }
+    for target, contest in contests.items():
         for kind in given.kinds:
             rows, facts = compare(contest, kind)
             rows = [{"target": target, "kind": kind, **row} for row in rows]
@@ -151,9 +189,12 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
     trainings: Facts = {}
     for side in ("ours", "speculators"):
         score, checkpoints = contest.best(kind, side)
+        rate = max(score, key=score.__getitem__)
         trainings[side] = {
             **contest.facts(checkpoints[0]),
-            "rate": max(score, key=score.__getitem__),
+            "rate": rate,
+            "at_edge": rate in (min(RATES), max(RATES)),
+            "seeds": [contest.facts(checkpoint) for checkpoint in checkpoints],
             "validation_tau_by_rate": {f"{rate:g}": tau for rate, tau in score.items()},
         }
         ways = found[side] = {}
@@ -197,26 +238,55 @@ def table(rows: Sequence[Facts]) -> list[str]:
 def markdown(content: Facts) -> list[str]:
     """The lines of peers.md."""
     trainings = [
-        [target, kind, side, f"{found['rate']:g}", found["steps"]]
+        [
+            *(target, kind, side),
+            f"{found['rate']:g}{' (edge)' if found['at_edge'] else ''}",
+            f"{found['steps']:,}",
+            f"{found['tokens']:,}",
+            f"{found['trained_weights'] / 1e6:.2f} M",
+            loss_cell(found),
+            recipe_cell(found),
+        ]
         for target, kinds in content["trainings"].items()
         for kind, sides in kinds.items()
         for side, found in sides.items()
     ]
+    header = ["target", "kind", "side", "best rate", "steps", "training tokens", "trained weights"]
     return [
         "# Headstart and speculators on the same answers",
         "",
         f"speculators {VERSION} by its own recipe, Headstart by that of conf/head; the same "
-        f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, equal layers, blocks and anchors. "
-        f"Both tried the rates {', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one "
-        "with the best tau on the validation prompts; three seeds. All drafters are decoded by "
-        "Headstart, on prompts that neither side saw. Intervals: 95% bootstrap over prompts and "
-        f"seeds. Made by `{content['command']}`; all figures: peers.json.",
+        f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, {content['settings']['dtype']}, "
+        f"equal layers, blocks and anchors ({ANCHORS} blocks a step; P-EAGLE: 4 layers, 8 depths, "
+        f"all positions). Both tried the rates {', '.join(f'{rate:g}' for rate in RATES)}, and "
+        "each kept the one with the best tau on the validation prompts; three seeds. A rate marked "
+        "as edge is the first or last one tried, and one beyond it may be better. All drafters are "
+        "decoded by Headstart, on prompts that neither side saw. Intervals: 95% bootstrap over "
+        f"prompts and seeds. Made by `{content['command']}`; all figures: peers.json.",
         "",
         *table(content["rows"]),
         "",
-        *markdown_table(["target", "kind", "side", "best rate", "steps"], trainings),
+        "The trainings at the best rate, first seed. Tokens: without padding, and those of the "
+        "library's EAGLE-3 and P-EAGLE without the first of each document. The loss is the "
+        "library's own, on the target's answers to the validation prompts.",
+        "",
+        *markdown_table([*header, "its validation loss", "its optimiser and loss"], trainings),
         "",
     ]
+
+
+def loss_cell(found: Facts) -> str:
+    """The library's validation loss; a dash for our side."""
+    loss = found.get("validation", {}).get("loss_epoch")
+    return "-" if loss is None else f"{loss:.3f}"
+
+
+def recipe_cell(found: Facts) -> str:
+    """Optimiser, schedule and loss as the library resolved them; a dash for our side, whose recipe
+    is in conf/."""
+    told = found.get("settings", {})
+    names = ("optimizer", "scheduler_type", "loss_fn")
+    return ", ".join(str(told[name]) for name in names if name in told) or "-"
 
 
 main = command(

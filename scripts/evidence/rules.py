@@ -29,8 +29,8 @@ from scripts.evidence.common import Facts, cell, decode_totals, settings_of
 from scripts.evidence.small_targets import (
     NEW_TOKENS,
     SEEDS,
+    begin,
     compared,
-    earlier,
     options_of_report,
     put_rows,
     save,
@@ -77,8 +77,8 @@ def report(given: argparse.Namespace) -> None:
     found = load_prompts(PROMPTS)
     domains = len({prompt.domain for prompt in found})
     prompts = select_prompts(found, max(1, given.prompts // domains), seed=0)
-    content = earlier(given.out)
     settings = {"target": target.info.revision, "prompts": len(prompts), "seeds": SEEDS}
+    content = begin(given, settings)
     for name, folder in named:
         for temperature in TEMPERATURES:
             for draft in drafts():

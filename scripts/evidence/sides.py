@@ -8,17 +8,23 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
+from heads.api.target_info import TargetInfo
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.folders import discard
 from inference.manifest import write_json
+from inference.processor import multiplies_bfloat16
 from inference.target.model import TargetModel
+from scripts.config.schema import HeadSettings
 from scripts.evidence.common import Facts, family_recipe, read_json, settings_of
 from scripts.tools.common import ROOT, cpu_target
 from train.data.pack import PackedData
@@ -27,6 +33,37 @@ WORKER = ROOT / "scripts" / "evidence" / "foreign" / "speculators_worker.py"
 VERSION = "0.9.0"
 LENGTH = 512
 """Tokens of a row on our side, and most tokens of a document on both sides."""
+FLAGS = (
+    "--num-workers 0 --log-freq 1000000000 --loss-implementation eager --draft-attn-impl sdpa "
+    "--on-missing raise --no-resume-from-checkpoint"
+).split()
+"""Flags of the library in every comparison: what a CPU needs, and no logging."""
+Row = tuple[list[int], list[int]]
+"""Tokens of a document, and 1 for each that the loss counts."""
+
+
+def fast_dtype() -> str:
+    """The dtype in which both sides compute, as conf/experiment/families.yaml chooses it
+    (`fast_precision`): float32 on a CPU that emulates bfloat16."""
+    return "bfloat16" if multiplies_bfloat16() else "float32"
+
+
+def their_sizes(head: HeadSettings, info: TargetInfo, anchors: int) -> list[str]:
+    """The sizes that both sides share, as flags of the library: layers, block or depths, and
+    anchors.
+
+    anchors: of a step (one row of the library); our `head.num_anchors` times the rows of a step, or
+    the tokens of a step for P-EAGLE, which drops none of its own before the second depth.
+    """
+    with torch.device("meta"):
+        drafter: Any = get_kind(head.kind).drafter_class(head.config, info)
+    layers = range(len(getattr(drafter, "layers", [None])))
+    words: list[object] = ["--num-layers", len(layers), "--full-attention-indices", *layers]
+    if head.kind == "dflash":
+        words += ["--block-size", head.config.block_size, "--max-anchors", anchors]
+    if head.kind == "peagle":
+        words += ["--num-depths", head.config.depths, "--max-anchors", anchors]
+    return [str(word) for word in words]
 
 
 class Side:
@@ -40,6 +77,11 @@ class Side:
             self.process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=file, text=True, cwd=ROOT
             )
+
+    @cached_property
+    def about(self) -> Facts:
+        """The first answer."""
+        return self.answer()
 
     def answer(self) -> Facts:
         """The next answer; raises `UserError`, with the end of the process's log, if the process
@@ -63,30 +105,46 @@ class Side:
         self.process.stdin.close()
         self.process.wait(timeout=120)
 
-    def train(self, steps: int, saved: Path) -> None:
-        """Take this many steps, write a checkpoint, and end. The first answer must have been read
-        before."""
-        self.ask(do="steps", count=steps)
+    def require_version(self) -> None:
+        """End the process and raise `UserError` if it has another version of the library."""
+        found = self.about["version"]
+        if found != VERSION:
+            self.end()
+            raise UserError(
+                f"--python has speculators {found}, and the comparison is with {VERSION}: its "
+                f"flags and defaults differ. Install speculators=={VERSION} there."
+            )
+
+    def train(self, steps: int, saved: Path) -> Facts:
+        """Take this many steps, validate, write a checkpoint, and end; returns the tokens, CPU
+        seconds and the library's own validation figures. `about` must have been read before."""
+        done = self.ask(do="steps", count=steps)
+        validation = self.ask(do="validate")["validation"]
         self.ask(do="save", to=str(saved))
         self.end()
+        return {"tokens": done["tokens"], "seconds": done["seconds"], "validation": validation}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that both sides of a comparison share."""
+    """The settings that both sides of a comparison share. length: most tokens of a document; dtype:
+    of the library's computation and of its features."""
 
     python: str
     answers: Path
     target: Path
     work: Path
     threads: int
+    length: int = LENGTH
+    dtype: str = field(default_factory=fast_dtype)
 
     def theirs(
         self, kind: str, name: str, places: int, flags: Sequence[str], epochs: int, seed: int = 0
     ) -> Side:
-        """The library's side: steps of `places` tokens, all in one row; flags: of its command line.
+        """The library's side: steps of `places` tokens, all in one row; flags: of its command line
+        besides `FLAGS`. Raises `UserError` if it has another version.
 
-        Makes the data set first if there is none.
+        Makes the data set first if there is none. `write_rows` must have run before.
         """
         out = fresh(self.work / f"theirs-{name}")
         data = self.data(kind)
@@ -94,22 +152,26 @@ class Setting:
             "kind": kind,
             "target": str(self.target),
             "rows": str(self.work / "rows.jsonl"),
+            "train_rows": read_json(self.work / "rows.json")["trained"],
             "data": str(data),
             "out": str(out),
             "taps": self.taps(kind),
+            "dtype": self.dtype,
             "tokens_per_step": places,
             "epochs": epochs,
             "seed": seed,
             "threads": self.threads,
-            "flags": [*flags],
+            "flags": [*FLAGS, *flags],
         }
         write_json(out / "job.json", job)
         command = [self.python, str(WORKER), str(out / "job.json")]
         if not (data / "made.json").is_file():
             maker = Side(command, out / "data.txt")
-            maker.answer()
+            maker.require_version()
             maker.end()
-        return Side(command, out / "log.txt")
+        side = Side(command, out / "log.txt")
+        side.require_version()
+        return side
 
     def taps(self, kind: str) -> list[int]:
         """The layers that our drafter of this kind reads by default."""
@@ -123,14 +185,15 @@ class Setting:
         return cpu_target(self.target)
 
     def making(self, kind: str) -> Facts:
-        """Tokens and seconds of making the library's features with plain transformers."""
+        """Tokens and CPU seconds of making the library's features with plain transformers."""
         return {**read_json(self.data(kind) / "made.json")}
 
     def data(self, kind: str) -> Path:
-        """The library's data set for these documents, this target and these layers."""
+        """The library's data set for these documents, this target, these layers and this dtype."""
         layers = "-".join(map(str, self.taps(kind)))
         rows = (self.work / "rows.jsonl").read_bytes() + self.model.info.revision.encode()
-        return self.work / f"data-{layers}-{hashlib.sha256(rows).hexdigest()[:12]}"
+        name = f"data-{self.dtype}-{layers}-{hashlib.sha256(rows).hexdigest()[:12]}"
+        return self.work / name
 
     def converted(self, name: str) -> Path:
         """The checkpoint that the library's side `name` saved, converted to one of ours."""
@@ -138,22 +201,26 @@ class Setting:
         import_folder(Folder.read(folder / "saved"), self.model, folder / "converted")
         return folder / "converted"
 
-    def write_rows(self) -> int:
-        """Write the documents for the library's side, cut as in our training; returns their
-        tokens."""
-        data = PackedData.from_manifest(self.answers, self.model.info, LENGTH)
-        lines, tokens = [], 0
+    def write_rows(self, held_out: Sequence[Row] = ()) -> int:
+        """Write the documents for the library's side, cut as in our training, and after them those
+        of its validation (none given: the last document is not trained on); returns the tokens of
+        the former."""
+        data = PackedData.from_manifest(self.answers, self.model.info, self.length)
+        rows: list[Row] = []
         for index in range(len(data)):
             row = data.row(index)
             for segment in range(1, int(row.segments.max()) + 1):
                 inside = row.segments == segment
-                tokens += int(inside.sum())
                 mask = row.loss_mask[inside].astype(int).tolist()
-                line = {"tokens": row.tokens[inside].tolist(), "mask": mask}
-                lines.append(json.dumps(line) + "\n")
+                rows.append((row.tokens[inside].tolist(), mask))
+        lines = [
+            json.dumps({"tokens": tokens, "mask": mask}) + "\n"
+            for tokens, mask in (*rows, *held_out)
+        ]
         self.work.mkdir(parents=True, exist_ok=True)
         (self.work / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
-        return tokens
+        write_json(self.work / "rows.json", {"trained": len(rows) if held_out else len(rows) - 1})
+        return sum(len(tokens) for tokens, _ in rows)
 
 
 def fresh(folder: Path) -> Path:

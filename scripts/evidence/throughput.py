@@ -4,9 +4,11 @@ docs/reports/throughput.json.
     python -m scripts.evidence.throughput --answers outputs/families/generate
 
 Each recipe of `experiment=families` takes a few real steps (online features, no measuring of tau)
-in a separate process, so that its peak memory is measured separately. The first steps are left out:
-they warm up, and the first one counts FLOPs. The report is written after every recipe; `--only`
-replaces single rows.
+of as many rows as the experiment's, in a separate process, so that its peak memory is measured
+separately. The first steps are left out: they warm up, and the first one counts FLOPs. The report
+is written after every recipe. A repeated command measures the recipes whose rows are missing, or
+were measured with other settings or at another commit; `--only` measures the named ones in any
+case. Other rows stay, each with its settings and commit.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.measure.metrics import divide
-from scripts.evidence.common import Facts, family_recipes, read_json
+from scripts.evidence.common import Facts, family_recipes, read_json, settings_of
 from scripts.run.process import git_state, versions
 from scripts.tools.common import REPORTS, ROOT, command
 from train.tracking.clock import PARTS
@@ -41,23 +43,44 @@ def measure(given: argparse.Namespace) -> None:
     unknown = sorted(set(given.only) - set(known))
     if unknown:
         raise UserError(f"--only {unknown[0]}: there is no such row. Rows: {', '.join(known)}.")
-    before = read_json(given.out) if given.only else {}
-    rows: dict[str, Facts] = {row["name"]: row for row in before.get("rows", [])}
+    given.rows = given.rows or settings_of("train", EXPERIMENT).train.global_batch
+    rows: dict[str, Facts] = {row["name"]: row for row in kept_rows(read_json(given.out))}
+    conditions: Facts = {
+        "settings": {
+            **{key: getattr(given, key) for key in ("steps", "threads", "rows")},
+            "warm_up": WARM_UP,
+        },
+        "git": {"revision": git["revision"], "changed": bool(git["diff"])} if git else {},
+    }
     for name in given.only or known:
-        row = rows[name] = {"name": name, **train_briefly(name, known[name], given)}
+        if name in rows and is_same(rows[name], conditions) and not given.only:
+            continue
+        row = rows[name] = {"name": name, **conditions, **train_briefly(name, known[name], given)}
         memory = row["peak_memory_bytes"] / 2**20
         speed = f"{row['tokens_per_second']:9,.0f} tokens/s  mfu {row['mfu']:.1%}"
         print(f"{name:20} {speed}  {memory:,.0f} MiB", flush=True)
-        settings = {key: getattr(given, key) for key in ("steps", "threads", "rows")}
         content = {
             "format": 1,
             "command": f"python -m {MODULE} --answers outputs/families/generate",
-            "settings": {**settings, "warm_up": WARM_UP},
-            "git": {"revision": git["revision"], "changed": bool(git["diff"])} if git else {},
+            **conditions,
             "versions": versions(),
             "rows": [rows[each] for each in known if each in rows],
         }
         write_json(given.out, content)
+
+
+def is_same(row: Facts, conditions: Facts) -> bool:
+    """Whether a row has these settings and this commit. Whether files were changed does not count,
+    because the report itself is one of them."""
+    revision = conditions["git"].get("revision")
+    return row["settings"] == conditions["settings"] and row["git"].get("revision") == revision
+
+
+def kept_rows(content: Facts) -> list[Facts]:
+    """The rows of an earlier report, each with its settings and commit; those of earlier versions
+    have those of the report."""
+    shared = {key: content.get(key, {}) for key in ("settings", "git")}
+    return [shared | row for row in content.get("rows", [])]
 
 
 def train_briefly(name: str, overrides: Sequence[str], given: argparse.Namespace) -> Facts:
@@ -105,9 +128,9 @@ def steady(lines: Sequence[Mapping[str, Any]], summary: Facts) -> Facts:
 main = command(
     measure,
     answers={"type": Path, "required": True, "help": "folder of `headstart generate`"},
-    steps=(6, f"timed steps, after {WARM_UP} that warm up"),
+    steps=(24, f"timed steps, after {WARM_UP} that warm up"),
     threads=2,
-    rows=(8, "rows per step"),
+    rows=(0, "rows per step; 0: as the experiment"),
     only={"nargs": "*", "default": [], "help": "recipes; none named: all"},
     out=REPORTS / "throughput.json",
 )

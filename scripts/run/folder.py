@@ -48,9 +48,16 @@ loop's calls."""
 OTHER_DEFAULTS = ("decode.compile", "sampling.compile")
 """Settings whose default differs from earlier versions: not compared if a folder leaves them
 out."""
-FREE_KEYS = ("train.tracker.",)
-"""Prefixes of other such settings: they determine where figures are shown, not a folder's
-content."""
+FREE_KEYS = (
+    "train.tracker.",
+    *(
+        f"features.{name}"
+        for name in "servers states concurrency retries timeout_seconds token_variable".split()
+    ),
+    "features.ssl_cafile",
+)
+"""Prefixes of other such settings: they determine where figures are shown and which servers are
+asked, not a folder's content."""
 
 
 @dataclass

@@ -49,17 +49,14 @@ def run(settings: Settings) -> None:
     facts = result_facts(settings, target)
     own = {"name": found.name, "kind": found.kind, "path": shown(found.folder)}
     result = folder.path / TUNE_FILE
-    engines = engine_settings(
+    places = [(row["batch_size"], row["temperature"]) for row in rows]
+    drafts, chains = (
         greedy_drafts(
-            (row["batch_size"], row["temperature"], Draft.read(row["draft"])) for row in rows
+            (*place, Draft.read(read)) for place, read in zip(places, several, strict=True)
         )
+        for several in ([row["draft"] for row in rows], [row["chain"] for row in rows])
     )
-    write_json(result, {**facts, "drafter": own, "rows": rows, "engines": engines, **tuner.facts()})
-    engines = engine_settings(
-        greedy_drafts(
-            (row["batch_size"], row["temperature"], Draft.read(row["draft"])) for row in rows
-        )
-    )
+    engines = engine_settings(drafts, chains)
     write_json(result, {**facts, "drafter": own, "rows": rows, "engines": engines, **tuner.facts()})
     written = write_tuned(
         found.folder, weights, facts["target"], facts["device"], rows, facts["command"]

@@ -3,15 +3,20 @@ staleness.json."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from heads.api.checkpoint import weights_file
+from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.manifest import file_sha256
 from inference.staleness.comparison import Comparison, learn_reference
-from inference.staleness.reference import WATCH_FILE, find_reference, reference_path
+from inference.staleness.reference import WATCH_FILE, Reference, find_reference, reference_path
 from inference.staleness.result import show, summarise
+from inference.staleness.scrapes import served_model
+from inference.target.loading import load_tokenizer
 from inference.target.model import TargetModel
 from inference.verifications import read_facts
 from inference.writers import only_writer
@@ -57,8 +62,11 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     facts: dict[str, str] = {}
     if config.running:
         source = config.running
+        tokenizer = tokenizer_of(settings, reference)
+        if served := served_model(config, source, reference.target.get("id", ""), tokenizer):
+            facts = {"id": served}
         say(f"watching {source} for {config.seconds:g} seconds, every {config.every:g}")
-        comparison.add_running(config.running)
+        comparison.add_running(source)
     elif config.metrics:
         source = ", ".join(config.metrics)
         comparison.add_scrapes(config.metrics)
@@ -88,3 +96,17 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     show(result, console())
     say(shown(path))
     return 1 if result.alarms else 0
+
+
+def tokenizer_of(settings: Settings, reference: Reference) -> Any:
+    """The tokenizer that a watched server should have: that of the target on the command line, or
+    of the reference's target if it is a folder here; None if neither is. Raises `UserError` if
+    target.path has none."""
+    if settings.given("target.path") or settings.given("target"):
+        return load_tokenizer(settings.target)
+    path = reference.target.get("id", "")
+    if not Path(path).is_dir():
+        return None
+    with suppress(UserError):  # it was not asked for
+        return load_tokenizer(replace(settings.target, path=path, revision=None))
+    return None

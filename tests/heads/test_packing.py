@@ -237,6 +237,43 @@ def test_memory_of_a_loss_grows_with_the_length_of_a_row(
     assert peaks[1] <= 4.1 * peaks[0]
 
 
+@pytest.mark.slow  # a billion pairs of places
+def test_a_row_of_32k_tokens_trains_in_a_fraction_of_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One document fills the row, which is the hardest case. A mask over it would take 1 GiB, and
+    one head's scores of one step 4 GiB. What is held beyond the row is a few times
+    `CHUNK_ELEMENTS`, which is smaller here than otherwise so that it does not hide the rest."""
+    monkeypatch.setattr(attention, "CHUNK_ELEMENTS", 1 << 22)
+    target = micro_target(torch.float32, hidden=8, layers=4, heads=1, kv_heads=1)
+    counts = torch.ones(41, dtype=torch.int64)
+    config = get_kind("eagle3").config_class(ttt_steps=2)
+    drafter = new_drafter("eagle3", config, target.info, target.weights, 0, counts).float()
+    length, hidden, taps = 32_768, 8, len(drafter.needs.taps)
+    places, generator = torch.arange(length)[None], torch.Generator().manual_seed(0)
+    batch = TrainBatch(
+        places % 41,
+        places,
+        torch.ones(1, length, dtype=torch.int32),
+        torch.ones(1, length, dtype=torch.bool),
+        torch.randn(1, length, taps, hidden, generator=generator),
+        torch.randn(1, length, hidden, generator=generator),
+        target.weights.logits,
+    )
+    optimiser = torch.optim.AdamW(drafter.parameters(), lr=1e-3)
+    before = [parameter.detach().clone() for parameter in drafter.parameters()]
+    with PeakBytes() as memory, Largest() as seen:
+        loss = drafter.loss(batch).loss_sum
+        loss.backward()
+        optimiser.step()
+    assert bool(torch.isfinite(loss))
+    assert any(
+        not torch.equal(old, new) for old, new in zip(before, drafter.parameters(), strict=True)
+    )
+    mask = length * length
+    assert memory.peak < mask / 4 and 4 * seen.elements < mask / 16
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "pard", "peagle"])
 def test_documents_alone_give_the_loss_of_a_mask_over_whole_rows(
     kind: str, monkeypatch: pytest.MonkeyPatch

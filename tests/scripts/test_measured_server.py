@@ -42,3 +42,26 @@ def test_a_running_server_is_measured_and_reported(
     assert main(["report", "run.name=out"]) == 0
     assert Path("outputs/out/server.png").is_file()
     assert "nobody else may use it" in Path("outputs/out/report.html").read_text()
+
+
+def test_schemas_are_sent_and_contexts_refused(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(in_folder / "prompts.jsonl")
+    row = {
+        "id": "own",
+        "domain": "code",
+        "prompt": "code as JSON",
+        "json_schema": {"type": "object"},
+    }
+    with prompts.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    with serving() as stub:
+        given = ["measure", "run.name=out", f"bench.server={stub.base}", "decode.max_new_tokens=16"]
+        assert main([*given, "bench=jsonl", f"bench.prompts={prompts}", "bench.repeats=1"]) == 0
+        asked = [body for body in stub.bodies if "response_format" in body]
+        assert {str(body["messages"]) for body in asked if "code as JSON" in str(body)}
+        before = len(stub.bodies)
+        assert main([*given, "bench=embedded_long", "measure.name=long"]) == 2
+        assert len(stub.bodies) == before
+    assert "only bench.serving.api=completions does" in capsys.readouterr().err

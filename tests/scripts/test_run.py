@@ -411,6 +411,20 @@ def test_the_files_of_prompts_are_inputs(in_folder: Path) -> None:
     assert found == [Path("c.jsonl"), Path("set/a.jsonl"), Path("set/b.jsonl")]
 
 
+def test_other_servers_are_no_other_settings(in_folder: Path) -> None:
+    """A training may go on with another server in the place of one that is gone."""
+
+    def opened(**features: Any) -> StageFolder:
+        return open_folder(settings(RunConfig(), features=features), Path("out"))
+
+    folder = opened(servers=[], format="bf16")
+    (folder.path / "result").write_text("something")
+    folder.released()
+    opened(servers=["http://other:8000"], format="bf16", retries=9).released()
+    with pytest.raises(UserError, match=r"features\.format was 'bf16', is 'fp32'"):
+        opened(servers=["http://other:8000"], format="fp32")
+
+
 def test_a_round_is_moved_with_the_rounds_that_it_reads(in_folder: Path) -> None:
     def opened(run: str, drafter: str) -> StageFolder:
         own = RunConfig(root=run, name="round-1")

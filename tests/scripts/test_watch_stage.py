@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from heads.api.checkpoint import build_config, new_drafter, save_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.engines.client import PROBE
 from inference.manifest import checkpoint_hash
 from inference.measure.prompts import load_prompts, to_requests
 from inference.report.model import write_report
@@ -25,6 +28,7 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.verifications import VerificationLog, record_facts
 from scripts.cli import main
+from tests.inference.engines.stub import serving
 from tests.inference.example_report import example_report
 from tests.inference.tokenizers import save_micro_target
 
@@ -292,6 +296,31 @@ def test_counters_of_a_server_are_watched_as_totals(
     Path("other.txt").write_text("nothing_total 5\n")
     assert main([*given[:-1], "watch.metrics=[other.txt]"]) == 2
     assert "has no counters of a known engine" in capsys.readouterr().err
+
+
+def test_a_running_server_is_named_and_compared_with_the_target(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = Reference.read(reference).tallies["code"].acceptance
+    tokenizer = load(place / "target").tokenizer
+    mine = tokenizer.encode(PROBE, add_special_tokens=False)
+    given = ["watch", f"watch.drafter={place / 'drafter'}", f"watch.reference={reference}"]
+    given += ["watch.every=0.02", "watch.seconds=1", "watch.window=100"]
+    looks = count(1)
+
+    def show() -> str:
+        passes = 200 * next(looks)
+        return SCRAPE.format(passes=passes, accepted=int(rate * passes))
+
+    answers = deque([{"tokens": mine}, {"tokens": [3, *mine]}, {"tokens": [3, *mine]}])
+    with serving(card={"root": str(place / "target")}, tokenize=answers) as stub:
+        stub.show = show  # type: ignore[method-assign]
+        given.append(f"watch.metrics=[{stub.base}]")
+        assert main(given) == 0
+        assert drift()["target"] == {"id": str(place / "target")}
+        for more in ([], [f"target.path={place / 'changed'}"]):  # the reference's, the given one's
+            assert main([*given, *more, "watch.name=other"]) == 2
+            assert "has another tokenizer" in capsys.readouterr().err
 
 
 VLLM_SCRAPE = """vllm:spec_decode_num_drafts_total{{engine="0"}} {passes}

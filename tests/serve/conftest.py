@@ -4,12 +4,18 @@ skipped."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from scripts.evidence.vllm_server import VllmServer
+from tests.train.micro_run import prepare
+from train.generate.backends.servers import ServerPool
 
 VARIABLE = "HEADSTART_SERVE_PYTHON"
 
@@ -38,3 +44,34 @@ def server(
     running.start()
     yield running
     running.kill()
+
+
+@pytest.fixture(scope="module")
+def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A micro target with heads of a size that vLLM takes on a CPU, and its answers."""
+    return prepare(tmp_path_factory.mktemp("micro"), head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def target(micro: Path) -> TargetModel:
+    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """after(n, act): act once, when n answers have come."""
+
+    def arrange(count: int, act: Callable[[], None]) -> None:
+        inner, lock, come = ServerPool._answer, threading.Lock(), [0]
+
+        def answer(self: ServerPool, *arguments: Any) -> Any:
+            found = inner(self, *arguments)
+            with lock:
+                come[0] += 1
+                if come[0] == count:
+                    act()
+            return found
+
+        monkeypatch.setattr(ServerPool, "_answer", answer)
+
+    return arrange

@@ -4,7 +4,6 @@ an engine that is killed meanwhile loses nothing."""
 from __future__ import annotations
 
 import json
-import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -22,8 +21,9 @@ from heads.api.registry import get_kind
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.evidence.vllm_server import VllmServer
+from tests.serve.states import HEAD, LAYERS, LENGTH, features_of, states_server
 from tests.train.features.test_store import job
-from tests.train.micro_run import prepare, settings
+from tests.train.micro_run import settings
 from train.data.config import DataConfig
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
@@ -32,7 +32,6 @@ from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures
 from train.features.make import make_features
 from train.features.store.writer import write_features
-from train.features.vllm.command import serve_command
 from train.generate.config import GenerateConfig
 from train.generate.run import generate
 from train.generate.sampling import SamplingConfig
@@ -42,32 +41,14 @@ from train.tracking.tracker import LOG_FILE, read_log
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
-LENGTH, SERVED, LAYERS, TOKEN = 64, 120, (0, 1, 2), "a-secret"
-HEAD: dict[str, Any] = {"taps": (0, 1), "ttt_steps": 2}
+TOKEN = "a-secret"
 NEEDS = FeatureSpec((0, 1), last_hidden=True, logits=True)
-
-
-@pytest.fixture(scope="module")
-def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A micro target with heads of a size that vLLM takes on a CPU, and its answers."""
-    return prepare(tmp_path_factory.mktemp("micro"), head_dim=32)
-
-
-@pytest.fixture(scope="module")
-def target(micro: Path) -> TargetModel:
-    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
 
 
 @pytest.fixture(scope="module")
 def server(engine_python: str, micro: Path, target: TargetModel) -> Iterator[VllmServer]:
     """vLLM as the printed command starts it."""
-    config = FeaturesConfig(states=str(micro / "states"))
-    command = serve_command(config, target.info, LAYERS, "float32", SERVED, cpu=True)
-    words = shlex.split(command)
-    more = words[words.index("serve") + 2 :]
-    running = VllmServer(
-        engine_python, micro / "target", micro / "log.txt", more=[*more, "--api-key", TOKEN]
-    )
+    running = states_server(engine_python, micro, target.info, "log", token=TOKEN)
     running.start()
     yield running
     running.kill()
@@ -79,10 +60,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(server: VllmServer, micro: Path, **more: Any) -> FeaturesConfig:
-    given = {"format": "fp32", "retries": 60, **more}
-    return FeaturesConfig(
-        mode="vllm", servers=(server.address,), states=str(micro / "states"), **given
-    )
+    return features_of(server, states=micro / "states", **more)
 
 
 def logs(folder: Path) -> list[tuple[float, float]]:

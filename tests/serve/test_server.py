@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from inference.manifest import read_manifest
 from inference.target.loading import TargetConfig
 from scripts.evidence.vllm_server import VllmServer
 from train.data.config import DataConfig
-from train.generate.backends.servers import ServerPool
 from train.generate.config import GenerateConfig
 from train.generate.run import generate
 from train.generate.sampling import SamplingConfig
@@ -64,26 +62,6 @@ def sampling(server: VllmServer, **changes: object) -> SamplingConfig:
 def ask(server: VllmServer, data: DataConfig, target: Path, out: Path, **changes: object) -> None:
     """`generate` with that server."""
     generate(WRITE_OFTEN, data, sampling(server, **changes), TargetConfig(str(target)), out)
-
-
-@pytest.fixture
-def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
-    """after(n, act): act once, when n answers have come."""
-
-    def arrange(count: int, act: Callable[[], None]) -> None:
-        inner, lock, come = ServerPool._answer, threading.Lock(), [0]
-
-        def answer(self: ServerPool, *arguments: Any) -> Any:
-            found = inner(self, *arguments)
-            with lock:
-                come[0] += 1
-                if come[0] == count:
-                    act()
-            return found
-
-        monkeypatch.setattr(ServerPool, "_answer", answer)
-
-    return arrange
 
 
 def test_the_servers_tokens_are_the_targets(

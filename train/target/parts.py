@@ -5,7 +5,8 @@ These are embedding and LM head, because drafters share them and losses turn hid
 logits. If vLLM computes the features, the final norm is added, because vLLM's states end before it.
 All other weights have a shape and no contents: if a head starts from a layer, that layer's weights
 are read from their file on demand. Only safetensors files are read, tensor by tensor, and only the
-files of a Hub repository that hold the requested weights are fetched.
+files of a Hub repository that hold the requested weights are fetched. Of a quantised target these
+weights must be plain, as they usually are; its other weights cannot be read.
 
 Settings that would run the target are refused beforehand (`refuse_parts`); the target's self-check
 at loading is left to the process that computes the features.
@@ -38,6 +39,7 @@ from inference.target import loading
 from inference.target.loading import TargetConfig, describe
 from inference.target.memory import gib
 from inference.target.model import TargetModel
+from inference.target.packed_target import packed_settings, without_settings
 from inference.target.revision import hub_commit
 from inference.target.taps import find_decoder, find_final_norm, find_layers
 from train.config import TrainingJob
@@ -97,18 +99,17 @@ def load_parts(config: TargetConfig, norm: bool = False) -> TargetModel:
     run. norm: load its final norm too. Raises `UserError` if it cannot be found or read in parts,
     or is no target."""
     described = loading.checked_config(config)
-    if getattr(described, "quantization_config", None) is not None:
-        raise UserError(
-            f"target '{config.path}' has packed (quantised) weights, which cannot be read in "
-            f"parts. Use {WHOLE}, or its unquantised checkpoint."
-        )
+    own = getattr(described, "quantization_config", None)
+    quantised = own is not None or packed_settings(config.path, config.revision, described)
+    described = without_settings(described)
     if described.get_text_config() is not described:
         raise UserError(
             f"target '{config.path}' ({described.model_type}) holds more than text, and such "
             f"checkpoints are not read in parts. Use {WHOLE}."
         )
     device, model = loading.pick_device(config.device), empty_model(config, described)
-    files = WeightFiles(model, config, hub_commit(config.path, config.revision) or config.revision)
+    revision = hub_commit(config.path, config.revision) or config.revision
+    files = WeightFiles(model, config, revision, bool(quantised))
     fill(model, files, device, norm)
     tokenizer = loading.load_tokenizer(config)
     own_generation = loading.load_generation_config(replace(config, revision=files.revision))
@@ -192,11 +193,13 @@ class WeightMap(TypedDict):
 
 class WeightFiles:
     """The places of a model's weights in its safetensors files, which are fetched and opened when
-    read. read_so_far: weights and their bytes. Raises `UserError` if files or weights are
-    missing."""
+    read. read_so_far: weights and their bytes. quantised: only some of the weights are plain
+    numbers, and the others cannot be read. Raises `UserError` if files or weights are missing."""
 
-    def __init__(self, model: Any, config: TargetConfig, revision: str | None) -> None:
-        self.path, self.revision = config.path, revision
+    def __init__(
+        self, model: Any, config: TargetConfig, revision: str | None, quantised: bool = False
+    ) -> None:
+        self.path, self.revision, self.quantised = config.path, revision, quantised
         self.read_so_far: dict[str, int] = {}
         every = dict(model.named_parameters(remove_duplicate=False))
         self._dtypes = {name: parameter.dtype for name, parameter in every.items()}
@@ -208,7 +211,7 @@ class WeightFiles:
         self._keys, self._built = stored_names(model, self._files)
         known = {*self._keys, *self._built}
         missing = sorted(names[0] for names in alike.values() if known.isdisjoint(names))
-        if missing:
+        if missing and not quantised:
             raise UserError(
                 f"target '{self.path}' is incomplete: weights {missing[:4]} are missing from its "
                 "files."
@@ -257,10 +260,21 @@ class WeightFiles:
         """Whether the files hold a tied weight both under its own name and under the other's."""
         return name in self._keys and sum(each in self._keys for each in self._alike[name]) > 1
 
+    def _has_scale(self, key: str) -> bool:
+        """Whether the files hold scales for the tensor `key`, so that its numbers need them."""
+        layer = key.removesuffix("weight")
+        return any(other.startswith(f"{layer}weight_scale") for other in self._files)
+
     def read(self, name: str, device: torch.device) -> Tensor:
         """One weight, in the model's dtype."""
         own = [name, *self._alike[name]]
         stored = next((each for each in own if each in self._keys), None)
+        if self.quantised and (stored is None or self._has_scale(self._keys[stored])):
+            raise UserError(
+                f"target '{self.path}': {name} is quantised in its files, and only plain weights "
+                f"are read in parts. Use {WHOLE}, or a head that does not start from the target's "
+                "layers."
+            )
         if stored is None:
             raise UserError(
                 f"target '{self.path}': {name} is put together from several tensors of its files, "

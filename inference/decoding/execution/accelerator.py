@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from heads.kernels.dispatch import on_device
 from inference.decoding.clock import BORDERS, StepClock
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -61,7 +64,8 @@ class Accelerator(Protocol):
 
     def capture(self, step: Callable[[], Tensor]) -> Callable[[], Any]:
         """Record a step without running it. The returned function replays it and returns its packed
-        result, which the next replay overwrites. Raises `RuntimeError` if the capture fails."""
+        result, which the next replay overwrites. If the capture fails, the error is that of the
+        operation that cannot be captured, of any type."""
 
     def ring(self, slots: int) -> Ring:
         """Buffers for results of one shape."""
@@ -76,7 +80,7 @@ class CudaAccelerator:
         self.stream = torch.cuda.Stream(device)
         self._pool: Any = None
 
-    def run(self, step: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+    def run(self, step: Callable[[], Result]) -> Result:
         """See `Accelerator`."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -89,19 +93,25 @@ class CudaAccelerator:
         """See `Accelerator`."""
         torch.cuda.synchronize(self.device)
 
-    def capture(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, step: Callable[[], Result]) -> Callable[[], Result]:
         """See `Accelerator`. Other threads may call CUDA meanwhile."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+        with (
+            # before a capture, torch waits for the current device and frees its unused memory
+            on_device(self.device),
+            # if ending a failed capture raises, torch leaves the capture's stream current
+            torch.cuda.stream(torch.cuda.current_stream(self.device)),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ),
         ):
-            packed = step()
+            found = step()
 
-        def replay() -> Tensor:
+        def replay() -> Result:
             graph.replay()
-            return packed
+            return found
 
         return replay
 
@@ -129,6 +139,12 @@ class _PinnedRing:
         buffer.copy_(packed, non_blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return Pending(buffer, event, clock)
+
+
+def capture_failure(error: Exception) -> str:
+    """What a failed capture raised, for a message: the type and the first line."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:

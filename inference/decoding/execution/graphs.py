@@ -25,10 +25,17 @@ from typing import Any
 
 from torch import Tensor
 
+from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.decoding.execution.accelerator import Accelerator, Pending, Ring, accelerator_of
+from inference.decoding.execution.accelerator import (
+    Accelerator,
+    Pending,
+    Ring,
+    accelerator_of,
+    capture_failure,
+)
 from inference.decoding.execution.compiled import CompiledStep
-from inference.decoding.execution.layers import compile_layers
+from inference.decoding.execution.layers import compile_layers, has_merged
 from inference.decoding.step import Decoder, Rows
 from inference.target.kv_cache import KVCache
 
@@ -40,7 +47,8 @@ logger = logging.getLogger(__name__)
 class StepRunner:
     """Runs the steps of one `Lanes`.
 
-    beside: a runner of the same lanes; both share its accelerator.
+    beside: a runner of the same lanes; both share its accelerator, and neither captures once a
+    capture of one has failed. Raises `UserError` if steps cannot be compiled for the device.
     """
 
     def __init__(
@@ -56,13 +64,19 @@ class StepRunner:
         self.accelerator: Accelerator | None = (
             accelerator_of(device) if beside is None else beside.accelerator
         )
-        clock, capturable = decoder.clock, getattr(decoder.drafter, "capturable", True)
-        self.captures = decode.graph == "auto" and capturable and clock.times is not None
+        self.captures: _Captures = _captures(decoder, decode) if beside is None else beside.captures
         self.compiled = None
         if decode.compiles and self.accelerator is not None:
             cache.writer.compiled = compile_layers(decoder.target)
         elif decode.compiles:
+            if device.type != "cpu":
+                raise UserError(
+                    f"decode.compile is true, but the target is on '{device}': steps are compiled "
+                    "for cpu and cuda alone. Use decode.compile=false; steps are then launched "
+                    "operation by operation."
+                )
             self.compiled = CompiledStep(decoder, cache, rows)
+        self._merged = has_merged(decoder.target)
         self.slots = decode.steps_behind(device) + 2
         self.variants: dict[tuple[int | None, int, bool, tuple[bool, bool]], _Variant] = {}
 
@@ -89,6 +103,8 @@ class StepRunner:
     ) -> tuple[Pending, Any]:
         """Launch a step of `length`: capture it if that is due, replay it if it was captured."""
         constrained = self.decoder.constrained
+        if self._merged != has_merged(self.decoder.target):
+            self._drop_captured(accelerator)
         key = length, self.decoder.noise.mode, constrained, self.decoder.wishes.key
         if key not in self.variants:
             self.variants[key] = _Variant(accelerator.ring(self.slots))
@@ -102,7 +118,7 @@ class StepRunner:
             return result.packed(clock.times), after
 
         due = variant.replay is None and variant.launched == WARM_UP_STEPS
-        if self.captures and due and not constrained:  # a graph cannot wait for the host
+        if self.captures.wanted and due and not constrained:  # a graph cannot wait for the host
             variant.replay = self._capture(accelerator, step, state)
         if variant.replay is not None:
             packed = variant.replay()
@@ -110,6 +126,12 @@ class StepRunner:
             variant.launched += 1
             packed, state = accelerator.run(step)
         return variant.ring.send(packed, ahead), state
+
+    def _drop_captured(self, accelerator: Accelerator) -> None:
+        """Forget captured steps, since another engine has merged weights that they read."""
+        accelerator.wait()  # steps under way use the graphs' memory
+        self.variants.clear()
+        self._merged = has_merged(self.decoder.target)
 
     def _capture(
         self, accelerator: Accelerator, step: Callable[[], tuple[Tensor, Any]], state: Any
@@ -125,17 +147,28 @@ class StepRunner:
         begin = time.perf_counter()
         try:
             return accelerator.capture(in_place)
-        except RuntimeError as error:
-            self.captures = False
-            reason = str(error).strip().splitlines()
+        except Exception as error:  # noqa: BLE001  a fault of the step shows when it is launched
+            self.captures.wanted = False
             logger.warning(
                 "a decoding step cannot be captured as a graph (%s); steps are launched operation "
                 "by operation, which is slower. decode.graph=off asks for that.",
-                reason[0] if reason else type(error).__name__,
+                capture_failure(error),
             )
             return None
         finally:
             self.decoder.clock.excuse(time.perf_counter() - begin)
+
+
+@dataclass
+class _Captures:
+    """Whether the runners of the same lanes capture steps; False after a failure."""
+
+    wanted: bool
+
+
+def _captures(decoder: Decoder, decode: DecodeConfig) -> _Captures:
+    capturable = getattr(decoder.drafter, "capturable", True)
+    return _Captures(decode.graph == "auto" and capturable and decoder.clock.times is not None)
 
 
 @dataclass

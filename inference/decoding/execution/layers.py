@@ -60,6 +60,12 @@ def compile_layers(target: TargetModel, backend: str = "inductor") -> bool:
     return False
 
 
+def has_merged(target: TargetModel) -> bool:
+    """Whether `compile_layers` has merged projections of this target. Steps that were captured
+    before read weights that have been freed."""
+    return bool(target.compiled_attention)
+
+
 def _attention_modules(target: TargetModel) -> dict[int, nn.Module] | None:
     """The attention module of every layer by its number. None if a layer has another kind of mixer,
     or not exactly one module with its number."""

@@ -91,6 +91,17 @@ places, probabilities, their sums with a copy, the mask of what is removed, and 
 float32."""
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices without it: Apple's MPS and some of Intel's XPUs."""
+    return torch.float64 if _has_float64(device) else torch.float32
+
+
+def _has_float64(device: torch.device) -> bool:
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
 def pick_bytes(settings: SamplingSettings, own: bool = False) -> int:
     """Bytes per logit [.., V] that picking a token takes besides the logits in float32. own: rows
     have separate settings, which may filter."""

@@ -32,6 +32,7 @@ from inference.decoding.sampling.distribution import (
     draft_logits,
     shape_logits,
     target_probabilities,
+    widest_float,
 )
 from inference.kernels.reference.noise import GUMBEL_NOISE, NOISE_PICK, noise_bits
 
@@ -134,10 +135,13 @@ class SharedNoise:
         return cast(Tensor, NOISE_PICK(scores, positions, self.stream(stream), 1.0))
 
     def uniforms(self, positions: Tensor, columns: int, stream: Stream = Stream.COIN) -> Tensor:
-        """Independent uniform float64 [B, M, C] strictly between 0 and 1, keyed like the noise."""
+        """Independent uniform numbers [B, M, C] strictly between 0 and 1, keyed like the noise, in
+        the device's widest float dtype."""
         numbers = self._all_tokens.new_ones(columns).cumsum(0)
-        bits = noise_bits(self.stream(stream), positions, numbers)
-        return ((bits.to(torch.int64) & _MASK32).double() + 0.5) * 2.0**-32
+        bits = noise_bits(self.stream(stream), positions, numbers).to(torch.int64) & _MASK32
+        uniform = (bits.to(widest_float(bits.device)) + 0.5) * 2.0**-32
+        # float32 rounds the largest ones to 1
+        return uniform if uniform.dtype == torch.float64 else uniform.clamp(max=1 - 2.0**-24)
 
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.settings.greedy:

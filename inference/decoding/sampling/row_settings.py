@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from inference.decoding.sampling.distribution import SamplingSettings, over_vocabulary
+from inference.decoding.sampling.distribution import SamplingSettings, over_vocabulary, widest_float
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.kernels.reference.filters import FILTER_LOGITS
 from inference.kernels.reference.noise import NOISE_PICK
@@ -36,8 +36,8 @@ COLUMNS = 5
 
 
 class RowSettings:
-    """The settings of B rows. values [B, 5] float64: temperature (1 for greedy rows), whether the
-    row samples, top-k, top-p, log of min-p.
+    """The settings of B rows. values [B, 5] in the device's widest float dtype: temperature (1 for
+    greedy rows), whether the row samples, top-k, top-p, log of min-p.
 
     engine: the settings that all rows must share except for `OWN`. static: steps must not depend on
     which rows hold which requests, only on `mode` (captured or compiled steps).
@@ -52,7 +52,7 @@ class RowSettings:
         static: bool,
     ) -> None:
         self.engine, self.vocab_size, self.static = engine, vocab_size, static
-        self.values = torch.zeros(rows, COLUMNS, dtype=torch.float64, device=device)
+        self.values = torch.zeros(rows, COLUMNS, dtype=widest_float(device), device=device)
         self.held: list[SamplingSettings] = [engine] * rows
         self.mode = GREEDY
         # rows [R] int64 that sample, or have filters; None: all rows (others are masked)
@@ -67,7 +67,8 @@ class RowSettings:
             check_own(item, self.engine)
             self.held[row] = item
         rows_of = [_numbers(item, self.vocab_size) for item in settings]
-        numbers, device = torch.tensor(rows_of, dtype=torch.float64), self.values.device
+        # converted before it is moved: the device may not have the host's dtype
+        numbers, device = torch.tensor(rows_of, dtype=self.values.dtype), self.values.device
         self.values[torch.tensor(list(rows), device=device)] = numbers.to(device)
 
     def move(self, source: int, target: int) -> None:

@@ -25,20 +25,20 @@ root."""
 
 
 class InTiles:
-    """A function of rows [M, ...] -> [M, ...], always called with the same number of rows.
+    """A function of rows [M, ...] -> [M, ...], always called with the same number of rows, `most`.
 
     The first call tests whether a row's result depends on its place in a tile, with random rows and
-    the same rows in another order.
+    the same rows in another order. If it does, the function gets one row per call.
     """
 
-    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[[Tensor], Tensor], most: int = TILE) -> None:
+        self.call, self.most = call, most
         self.tile = 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The results of all rows, in their order."""
         if not self.tile:
-            self.tile = TILE if self._alike(rows) else 1
+            self.tile = self.most if self._alike(rows) else 1
         count, missing = rows.shape[0], -rows.shape[0] % self.tile
         if missing:
             rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
@@ -48,7 +48,7 @@ class InTiles:
 
     def _alike(self, like: Tensor) -> bool:
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(TILE, *like.shape[1:], generator=generator).to(like)
+        rows = torch.randn(self.most, *like.shape[1:], generator=generator).to(like)
         found = self.call(rows)
         turned = all(torch.equal(self.call(rows.roll(n, 0)), found.roll(n, 0)) for n in (1, 3))
         return turned and torch.equal(

@@ -15,7 +15,8 @@ class ServingConfig:
 
     api: Literal["auto", "chat", "completions"] = "auto"
     """Endpoint. auto: chat for messages, completions for texts and token ids. completions: messages
-    are rendered locally with the tokenizer of `target.path` and sent as token ids."""
+    are rendered locally with the tokenizer of `target.path`, which must be the server's, and sent
+    as token ids."""
     model: str = ""
     """The model's name at the server; empty: the only one it serves."""
     metrics: str = ""
@@ -23,7 +24,7 @@ class ServingConfig:
     acceptance: Literal["auto", "responses", "counters", "chunks"] = "auto"
     """Source of the acceptance: responses (what each one reports), counters (differences of the
     server's counters), chunks (an estimate from the times of streamed pieces), or auto: the first
-    of these that the server offers."""
+    of these that the server offers, without counters that need a key which is not given."""
     key_variable: str = "HEADSTART_SERVER_KEY"
     """Environment variable with the server's key, if it needs one. The key itself is never written
     or logged."""
@@ -37,4 +38,5 @@ class ServingConfig:
     retries: Count = 3
     """How often a failed window is measured again before the measurement ends."""
     backoff: Seconds = 1.0
-    """Seconds before the first retry; doubled before each further one."""
+    """Seconds before the first retry; doubled before each further one, up to 60. A server may ask
+    for more, also up to 60."""

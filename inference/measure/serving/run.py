@@ -4,13 +4,17 @@ with the same server without speculation.
 Prompts go through the API that users call, streamed, at every concurrency of
 `bench.serving.concurrency`. Both servers answer the same windows (`windows`) one after the other in
 alternating order, so that a shared machine slows both alike.
+
+Prompts that do not fit into a server's context with their answers are left out, as in a measurement
+in this process. If the server names its context and counts tokens, they are not even sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,19 +24,33 @@ from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.engines.client import Endpoint
+from inference.decoding.structured.constraint import Constraint
+from inference.engines.client import TEXT, Answer, Endpoint, OverlongError
 from inference.measure.config import BenchConfig, Provenance, process_facts, split_prompts
 from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.metrics import context_bin, divide
-from inference.measure.prompts import Prompt, prompt_seed
+from inference.measure.prompts import Prompt, behind_others, prompt_seed
+from inference.measure.serving.structure import ASKED, ASKED_TOKENS, opening, require_opening
 from inference.measure.serving.summary import cells
-from inference.measure.serving.windows import CHUNKS, COUNTERS, Group, Side, api_of, body_of
+from inference.measure.serving.windows import (
+    CHUNKS,
+    COUNTERS,
+    Group,
+    OverlongWindowError,
+    Side,
+    api_of,
+    body_of,
+)
 from inference.measure.turns import conversations, next_turns
 from inference.report import model as schema
 from inference.writers import only_writer
 
+logger = logging.getLogger(__name__)
+
 TOKENIZER, ESTIMATE = "tokenizer", "estimate"
 """The sources of the prompts' lengths."""
+COUNTED = ("prompt", "messages", "tools", "chat_template_kwargs")
+"""The fields of a request that make up its prompt."""
 GUESS = 4.0
 """Characters per token, if no answer gives the number of its prompt's tokens."""
 CHUNK_DEFINITION = "(tokens - 1) / (steps - 1), estimated: pieces that arrive together are one step"
@@ -41,6 +59,10 @@ CHUNK_CAVEAT = (
     "proxy that holds pieces back, a server that sends several steps as one piece, and text held "
     "back for stop strings or half characters make tau look larger; a busy network makes it look "
     "smaller."
+)
+METRICS_ADVICE = (
+    "Give the address of its metrics as bench.serving.metrics, or set "
+    "bench.serving.acceptance=chunks, which needs none."
 )
 COUNTER_CAVEAT = (
     "Counters are the server's, of all its clients: nobody else may use it meanwhile. Windows are "
@@ -62,8 +84,9 @@ def measure_server(
     """Measure `config.server` on the prompts; writes `out`/report.json and returns its content.
 
     decode: sampling settings and length of the answers. tokenizer: renders messages where
-    `bench.serving.api` is completions. texts: receives the server's last text for every prompt.
-    Raises `UserError` for a server that cannot be measured.
+    `bench.serving.api` is completions, and counts the tokens of `bench.contexts`. texts: receives
+    the server's last text for every prompt. Raises `UserError` for a server that cannot be
+    measured.
     """
     session = _Session(config, decode, loaded, tokenizer)
     with only_writer(out):
@@ -94,23 +117,36 @@ async def _measured(
 def _endpoint(config: BenchConfig, url: str, name: str) -> Endpoint:
     serving = config.serving
     metrics = serving.metrics if name == "bench.server" else ""
-    return Endpoint(url, name, serving.key_variable, serving.timeout, metrics)
+    return Endpoint(url, name, serving.key_variable, serving.timeout, metrics, METRICS_ADVICE)
 
 
 @dataclass
 class _Session:
-    """The settings and clients of one measurement."""
+    """The settings and clients of one measurement. sizes: tokens by prompt, as far as they are
+    counted; uncounted: the server does not count them; left_out: prompts that are too long."""
 
     config: BenchConfig
     decode: DecodeConfig
     loaded: Loaded
     tokenizer: Any
+    sides: Sequence[Side] = ()
     lengths: str = ESTIMATE
     texts: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    uncounted: bool = False
+    left_out: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.structure = Constraint.read(self.decode.structure)
 
     def body(self, prompt: Prompt) -> tuple[str, dict[str, Any]]:
         """(endpoint, request) of a prompt."""
-        return body_of(self.config.serving, prompt, self.sampling(prompt), self.tokenizer)
+        given = (self.config.serving, prompt, self.sampling(prompt), self.tokenizer)
+        return body_of(*given, self.constraint(prompt), self.sides[0].endpoint.served)
+
+    def constraint(self, prompt: Prompt) -> Constraint | None:
+        """The constraint on a prompt's answer: its own, or that of `decode.structure`."""
+        return prompt.constraint if prompt.constraint is not None else self.structure
 
     def sampling(self, prompt: Prompt) -> dict[str, Any]:
         """The sampling settings of a request. Filters are sent only if they are in use, so that
@@ -129,17 +165,22 @@ class _Session:
         self, sides: Sequence[Side], provenance: Provenance | None, console: Console | None
     ) -> schema.Report:
         """Connect, warm up, measure every window at every server, and report."""
-        config = self.config
-        measured, spare = split_prompts(config, self.loaded.prompts)
-        warm = [self.body(prompt) for prompt in spare]
-        tokens = []
+        self.sides, config = sides, self.config
         for side in sides:
             await side.connect()
-            answers = await side.warm_up(warm)
-            tokens.append(sum(answer.prompt_tokens for answer in answers))
-        measured = await self.every_turn(sides[0], measured)
-        per_token = divide(sum(map(_characters, spare)), tokens[0]) or GUESS
-        groups = await self.group(sides[0], measured, per_token)
+            if config.serving.api == TEXT and self.tokenizer is not None:
+                advice = "set target.path to the model that is served, or bench.serving.api=chat"
+                check = side.endpoint.require_tokenizer
+                await side.patiently("the probe of its tokenizer", check, self.tokenizer, advice)
+        measured, spare = (
+            behind_others(some, self.loaded.prompts, self.tokenizer, config.contexts)
+            for some in split_prompts(config, self.loaded.prompts)
+        )
+        await self.require_structure([*spare, *measured])
+        await self.count_tokens([*spare, *measured])
+        warm, per_token = await self.warm_up(spare, measured)
+        measured = await self.every_turn(measured)
+        groups = await self.group(measured, per_token)
         jobs = [
             (repeat, rows, group, number, prompts)
             for repeat in range(config.repeats)
@@ -149,29 +190,164 @@ class _Session:
         ]
         columns = (bars.TextColumn("measuring"), bars.BarColumn(), bars.MofNCompleteColumn())
         with bars.Progress(*columns, console=console) as progress:
-            task = progress.add_task("", total=len(jobs) * len(sides))
+            task = progress.add_task("", total=len(jobs))
             for turn, (repeat, rows, group, number, prompts) in enumerate(jobs):
-                bodies = [self.body(prompt) for prompt in prompts]
-                for side in sides[:: 1 if turn % 2 == 0 else -1]:
-                    await side.measure(group, bodies, rows, repeat, number)
-                    progress.advance(task)
-                answers = sides[0].windows[-1].answers
-                pairs = zip(prompts, answers, strict=True)
-                self.texts |= {prompt.id: answer.text for prompt, answer in pairs}
-        return self.report(sides, measured, len(warm), provenance)
+                ordered = sides[:: 1 if turn % 2 == 0 else -1]
+                await self.window(ordered, group, prompts, rows, repeat, number)
+                progress.advance(task)
+        self.require_some(self.fitting(measured))
+        if left_out := self.left_out_sentence(measured):
+            logger.warning("%s", left_out)
+        return self.report(sides, measured, warm, provenance)
 
-    async def every_turn(self, side: Side, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts of all turns of conversations, behind the answers of `side`'s server."""
+    async def window(
+        self,
+        sides: Sequence[Side],
+        group: Group,
+        prompts: Sequence[Prompt],
+        rows: int,
+        repeat: int,
+        number: int,
+    ) -> None:
+        """Measure a window at the servers in this order, without prompts that are too long for one
+        of them."""
+        while kept := self.fitting(prompts):
+            bodies = [self.body(prompt) for prompt in kept]
+            measured, refused = list[Side](), set[str]()
+            for side in sides:
+                try:
+                    await side.measure(group, bodies, rows, repeat, number)
+                    measured.append(side)
+                except OverlongWindowError as error:
+                    refused |= {kept[place].id for place in error.places}
+            if not refused:
+                pairs = zip(kept, self.sides[0].windows[-1].answers, strict=True)
+                self.texts |= {prompt.id: answer.text for prompt, answer in pairs}
+                return
+            self.left_out |= refused
+            for side in measured:  # all servers answer the same windows
+                side.windows.pop()
+
+    # Prompts that fit
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens of a prompt with its answer at all servers; None if none says it."""
+        known = [side.endpoint.served.context for side in self.sides]
+        return min((one for one in known if one is not None), default=None)
+
+    def fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts that are not left out."""
+        return [prompt for prompt in prompts if prompt.id not in self.left_out]
+
+    def require_some(self, left: Sequence[object]) -> None:
+        """Raise `UserError` if there is no prompt left."""
+        if not left:
+            context = f" of {self.context} tokens" if self.context else ""
+            raise UserError(
+                f"no prompt fits: with decode.max_new_tokens={self.decode.max_new_tokens} all are "
+                f"longer than the context{context} of {self.sides[0].endpoint.base}. Shorten the "
+                "prompts or the answers, or serve with a larger context."
+            )
+
+    def left_out_sentence(self, prompts: Sequence[Prompt]) -> str:
+        """How many of the prompts are left out; empty if none is."""
+        dropped = len(prompts) - len(self.fitting(prompts))
+        context = f" of {self.context} tokens" if self.context else ""
+        if not dropped:
+            return ""
+        return (
+            f"{dropped} of {len(prompts)} prompts were left out: with their answers they are "
+            f"longer than the server's context{context}."
+        )
+
+    async def count_tokens(self, prompts: Sequence[Prompt]) -> None:
+        """Count the prompts' tokens, if the server does, and leave out those that do not fit."""
+        side, context = self.sides[0], self.context
+        for prompt in prompts:
+            if prompt.id in self.sizes or prompt.id in self.left_out:
+                continue
+            _, body = self.body(prompt)
+            asked = {name: body[name] for name in COUNTED if name in body}
+            size: int | None = None
+            if isinstance(asked.get("prompt"), list):
+                size = len(asked["prompt"])
+            elif not self.uncounted:
+                act, what = side.endpoint.count_tokens, "counting a prompt's tokens"
+                try:
+                    size = await side.patiently(what, act, asked)
+                except OverlongError:
+                    self.left_out.add(prompt.id)
+                    continue
+                self.uncounted = size is None
+            if size is None:
+                continue
+            self.sizes[prompt.id] = size
+            if context is not None and size + self.decode.max_new_tokens > context:
+                self.left_out.add(prompt.id)
+
+    async def ask(self, what: str, prompt: Prompt, sides: Sequence[Side]) -> list[Answer]:
+        """The servers' answers to a prompt; none if it is too long for one of them."""
+        if prompt.id in self.left_out:
+            return []
+        body = self.body(prompt)
+        try:
+            return [await side.patiently(what, side.endpoint.ask, *body) for side in sides]
+        except OverlongError:
+            self.left_out.add(prompt.id)
+            return []
+
+    # Before the windows
+
+    async def warm_up(
+        self, spare: Sequence[Prompt], measured: Sequence[Prompt]
+    ) -> tuple[int, float]:
+        """Send the warm-up prompts and choose the sources of acceptance; if none of them fits, a
+        measured one warms up. Returns the number of prompts that did, and characters per token."""
+        answers: list[list[Answer]] = []
+        characters = 0
+        for number, prompt in enumerate((*spare, *measured)):
+            if number >= len(spare) and answers:
+                break
+            if found := await self.ask("a warm-up prompt", prompt, self.sides):
+                answers.append(found)
+                characters += _characters(prompt)
+        self.require_some(answers)
+        for side, own in zip(self.sides, zip(*answers, strict=True), strict=True):
+            await side.choose_source(own)
+        tokens = sum(found[0].prompt_tokens for found in answers)
+        return len(answers), divide(characters, tokens) or GUESS
+
+    async def require_structure(self, prompts: Sequence[Prompt]) -> None:
+        """Raise `UserError` if a server ignores the JSON schemas of the prompts."""
+        structured = (one for one in prompts if opening(self.constraint(one)))
+        prompt = next(structured, None)
+        if prompt is None:
+            return
+        if prompt.messages is not None:
+            asked = replace(prompt, messages=({"role": "user", "content": ASKED},))
+        else:
+            asked = replace(prompt, text=ASKED, tokens=None)
+        api, body = self.body(asked)
+        body |= {"max_tokens": ASKED_TOKENS}
+        for side in self.sides:
+            what, ask = "a question with a JSON schema", side.endpoint.ask
+            answer = await side.patiently(what, ask, api, body)
+            where = f"{side.endpoint.setting}: {side.endpoint.base}"
+            require_opening(answer, opening(self.constraint(prompt)), where)
+
+    async def every_turn(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts of all turns of conversations, behind the first server's answers. A
+        conversation ends at a turn that is too long."""
         found, asked = list(prompts), conversations(prompts)
         for number in count(2):
             if not asked:
                 break
-            answers = {
-                prompt.id: (
-                    await side.patiently("a turn", side.endpoint.ask, *self.body(prompt))
-                ).text
-                for prompt in asked
-            }
+            await self.count_tokens(asked)
+            answers: dict[str, str] = {}
+            for prompt in asked:
+                if said := await self.ask("a turn", prompt, self.sides[:1]):
+                    answers[prompt.id] = said[0].text
             turns = next_turns(asked, answers, number)
             found += turns
             asked = conversations(turns)
@@ -182,31 +358,19 @@ class _Session:
         size = rows * self.config.serving.window if rows > 1 else 1
         return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
-    async def group(self, side: Side, prompts: Sequence[Prompt], per_token: float) -> list[Group]:
-        """Prompts by domain and range of tokens. per_token: characters per token, for servers that
-        do not count tokens."""
-        counted: list[int | None] = []
-        for prompt in prompts:
-            _, body = self.body(prompt)
-            asked: dict[str, Any] = {
-                name: body[name] for name in ("prompt", "messages") if name in body
-            }
-            if isinstance(asked.get("prompt"), list):
-                counted.append(len(asked["prompt"]))
-                continue
-            count_tokens = side.endpoint.count_tokens
-            found = await side.patiently("counting a prompt's tokens", count_tokens, asked)
-            if found is None:
-                break
-            counted.append(found)
-        exact = len(counted) == len(prompts)
+    async def group(self, measured: Sequence[Prompt], per_token: float) -> list[Group]:
+        """The prompts that fit, by domain and range of tokens. per_token: characters per token, for
+        servers that do not count tokens."""
+        await self.count_tokens(measured)
+        prompts = self.fitting(measured)
+        self.require_some(prompts)
+        exact = all(prompt.id in self.sizes for prompt in prompts)
         self.lengths = TOKENIZER if exact else ESTIMATE
-        sizes = counted if exact else [round(_characters(one) / per_token) for one in prompts]
-        found_groups: dict[tuple[str, int, int], list[Prompt]] = {}
-        for prompt, size in zip(prompts, sizes, strict=True):
-            key = (prompt.domain, *context_bin(size or 0))
-            found_groups.setdefault(key, []).append(prompt)
-        return [Group(*key, tuple(found)) for key, found in sorted(found_groups.items())]
+        groups: dict[tuple[str, int, int], list[Prompt]] = {}
+        for prompt in prompts:
+            size = self.sizes[prompt.id] if exact else round(_characters(prompt) / per_token)
+            groups.setdefault((prompt.domain, *context_bin(size)), []).append(prompt)
+        return [Group(*key, tuple(found)) for key, found in sorted(groups.items())]
 
     # The report
 
@@ -218,8 +382,11 @@ class _Session:
         provenance: Provenance | None,
     ) -> schema.Report:
         """The content of report.json. sides: the measured server and the one that it is compared
-        with; warmup: prompts that do not count. Raises `UserError` if nothing was drafted."""
-        config, decode = self.config, self.decode
+        with; measured: all prompts, also those that were left out; warmup: prompts that do not
+        count. Raises `UserError` if nothing was drafted."""
+        config, decode, left_out = self.config, self.decode, self.left_out_sentence(measured)
+        overlong = sorted(one.id for one in measured if one.id in self.left_out)
+        measured = self.fitting(measured)
         side, plain = sides[0], sides[1] if len(sides) > 1 else None
         apis = sorted({api_of(config.serving, prompt) for prompt in measured})
         compared = plain is not None and decode.temperature == 0
@@ -234,7 +401,7 @@ class _Session:
         server = schema.ServerMeasurement(
             api=" and ".join(apis),
             lengths=self.lengths,
-            speculative=_side(side, found),
+            speculative=_side(side, found, left_out),
             baseline=theirs[0] if theirs else None,
         )
         served = server.baseline.overall()[0] if server.baseline else None
@@ -264,13 +431,14 @@ class _Session:
                 bench=asdict(config),
                 sampling=asdict(decode.sampling()),
                 warmup_prompts=warmup,
-                prompts=prompt_facts(self.loaded, measured),
+                prompts=prompt_facts(self.loaded, measured) | {"overlong": overlong},
             ),
         }
         return schema.parse_report(content, "the new report")
 
 
-def _side(side: Side, found: Sequence[schema.ServerCell]) -> schema.ServerSide:
+def _side(side: Side, found: Sequence[schema.ServerCell], more: str = "") -> schema.ServerSide:
+    """The block of one server. more: a sentence to add to its caveat."""
     engine, definition = side.said
     if side.engine is not None:
         engine, definition = side.engine.name, side.engine.definition
@@ -281,7 +449,7 @@ def _side(side: Side, found: Sequence[schema.ServerCell]) -> schema.ServerSide:
         engine=engine,
         source=side.source,
         definition=CHUNK_DEFINITION if side.source == CHUNKS else definition,
-        caveat=caveat,
+        caveat=" ".join(filter(None, (caveat, more))),
         repeated=side.repeated,
         restarts=side.restarts,
         cells=list(found),

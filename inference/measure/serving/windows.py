@@ -4,6 +4,7 @@ counters.
 A window is measured as a whole or not at all. Its counts are discarded if a request fails, if a
 counter falls (the server was restarted), or if the server counts more answers than were requested
 (another client uses it). The window is then measured again, at most `bench.serving.retries` times.
+A window with prompts that the server refuses as too long is measured again without them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heads.api.errors import UserError
-from inference.engines.client import CHAT, TEXT, Answer, Endpoint, PassingError
+from inference.decoding.structured.constraint import Constraint
+from inference.engines.client import (
+    CHAT,
+    LONGEST_WAIT,
+    TEXT,
+    Answer,
+    Endpoint,
+    ForbiddenError,
+    OverlongError,
+    PassingError,
+    Served,
+)
 from inference.engines.counters import (
     Acceptance,
     EngineCounters,
@@ -30,6 +42,7 @@ from inference.engines.counters import (
 )
 from inference.measure.prompts import Prompt
 from inference.measure.serving.config import ServingConfig
+from inference.measure.serving.structure import constraint_fields
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +50,14 @@ SETTLE_SECONDS, POLL_SECONDS = 5.0, 0.02
 """How long counters may lag behind the answers, and how often they are read until then."""
 RESPONSES, COUNTERS, CHUNKS, NOTHING = "responses", "counters", "chunks", "none"
 """Sources of acceptance."""
+
+
+class OverlongWindowError(Exception):
+    """A window with prompts that are too long for the server. places: theirs in the window."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        super().__init__(places)
+        self.places = places
 
 
 @dataclass(frozen=True)
@@ -82,19 +103,12 @@ class Side:
         """Look for the model. Raises `UserError`."""
         await self.patiently("the list of models", self.endpoint.find_model, self.config.model)
 
-    async def warm_up(self, bodies: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Answer]:
-        """Send the warm-up prompts and choose the source of acceptance. Raises `UserError` for a
-        server without the source that `bench.serving.acceptance` requests."""
-        answers = [
-            await self.patiently("a warm-up prompt", self.endpoint.ask, api, body)
-            for api, body in bodies
-        ]
-        if self.speculates:
-            await self._choose_source(answers)
-        return answers
-
-    async def _choose_source(self, answers: Sequence[Answer]) -> None:
-        """Choose the source of acceptance. answers: those of the warm-up."""
+    async def choose_source(self, answers: Sequence[Answer]) -> None:
+        """Choose the source of acceptance, if the server speculates. answers: those of the warm-up.
+        Raises `UserError` for a server without the source that `bench.serving.acceptance`
+        requests."""
+        if not self.speculates:
+            return
         wanted, endpoint = self.config.acceptance, self.endpoint
         told = next(filter(None, (of_response(answer.last) for answer in answers)), None)
         if told is not None and wanted in ("auto", RESPONSES):
@@ -109,7 +123,13 @@ class Side:
         self.source = CHUNKS
         if wanted == CHUNKS:
             return
-        samples = await self.patiently("the metrics", endpoint.look)
+        try:
+            samples = await self.patiently("the metrics", endpoint.look)
+        except ForbiddenError as error:
+            if wanted == COUNTERS or endpoint.metrics:
+                raise
+            logger.warning("%s tau is estimated from the times of streamed pieces", error)
+            return
         if samples is None and wanted == COUNTERS:
             raise UserError(
                 f"{endpoint.setting}: {endpoint.base} shows no metrics (SGLang: --enable-metrics; "
@@ -147,7 +167,7 @@ class Side:
                         f"{self.endpoint.setting}: {what} failed {retries + 1} times: {error}. Is "
                         "the server up, and used by nobody else?"
                     ) from error
-                wait = max(error.wait, self.config.backoff * 2**attempt)
+                wait = min(LONGEST_WAIT, max(error.wait, self.config.backoff * 2**attempt))
                 logger.warning("%s: %s; again in %g s", what, error, wait)
                 await asyncio.sleep(wait)
                 self.repeated += 1
@@ -161,7 +181,7 @@ class Side:
         repeat: int,
         number: int,
     ) -> None:
-        """Measure a window and keep it."""
+        """Measure a window and keep it; raises `OverlongWindowError`."""
         where = f"domain '{group.domain}', concurrency {concurrency}"
         given = (group, bodies, concurrency, repeat, number)
         self.windows.append(await self.patiently(where, self._window, *given))
@@ -176,20 +196,26 @@ class Side:
     ) -> Window:
         before, limit = await self._look(), asyncio.Semaphore(concurrency)
 
-        async def one(api: str, body: Mapping[str, Any]) -> Answer:
+        async def one(api: str, body: Mapping[str, Any]) -> Answer | None:
             async with limit:
-                return await self.endpoint.ask(api, body)
+                try:
+                    return await self.endpoint.ask(api, body)
+                except OverlongError:  # the others end, so that no counter is in between
+                    return None
 
         begin = time.perf_counter()
         asked = [asyncio.create_task(one(*body)) for body in bodies]
         try:
-            answers = await asyncio.gather(*asked)
+            outcomes = await asyncio.gather(*asked)
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
         seconds = time.perf_counter() - begin
+        answers = [answer for answer in outcomes if answer is not None]
         counted = await self._counted(before, answers)
+        if len(answers) < len(outcomes):
+            raise OverlongWindowError([at for at, one in enumerate(outcomes) if one is None])
         return Window(group, concurrency, repeat, number, answers, seconds, counted)
 
     async def _look(self) -> Look | None:
@@ -244,20 +270,30 @@ def api_of(config: ServingConfig, prompt: Prompt) -> str:
 
 
 def body_of(
-    config: ServingConfig, prompt: Prompt, settings: Mapping[str, Any], tokenizer: Any
+    config: ServingConfig,
+    prompt: Prompt,
+    settings: Mapping[str, Any],
+    tokenizer: Any,
+    constraint: Constraint | None,
+    served: Served,
 ) -> tuple[str, dict[str, Any]]:
-    """(endpoint, JSON of the request). tokenizer: renders messages for the completions endpoint.
-    Raises `UserError` for token ids or a text at the chat endpoint."""
+    """(endpoint, JSON of the request). tokenizer: renders messages for the completions endpoint;
+    constraint: on the answer; served: the model, whose engine names the fields of a constraint.
+    Raises `UserError` for token ids or a text at the chat endpoint, and for a constraint that the
+    engine does not take."""
     api = api_of(config, prompt)
+    body = dict(settings)
+    if constraint is not None:
+        body |= constraint_fields(constraint, api, served)
     if api == TEXT:
         content = list(prompt.render(tokenizer)) if prompt.text is None else prompt.text
-        return api, {**settings, "prompt": content}
+        return api, {**body, "prompt": content}
     if prompt.messages is None:
         raise UserError(
             f"bench.serving.api=chat: prompt '{prompt.id}' is a text or token ids and no "
             "conversation. Set bench.serving.api=auto."
         )
-    body = {**settings, "messages": [dict(message) for message in prompt.messages]}
+    body["messages"] = [dict(message) for message in prompt.messages]
     if prompt.tools:
         body["tools"] = [dict(tool) for tool in prompt.tools]
     if prompt.arguments:

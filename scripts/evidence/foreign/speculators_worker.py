@@ -1,22 +1,26 @@
 """One training of vLLM's `speculators`, in a separate process and environment; driven by
-scripts/evidence/speculators.py.
+scripts/evidence/sides.py.
 
     <python with speculators> scripts/evidence/foreign/speculators_worker.py job.json
 
 It uses the library as a user would: an Arrow data set with cached hidden states, `TrainConfig`,
-`build_draft_model`, its data loader and its own `Trainer.train_epoch`. The library trains only on
-accelerators. Three things are set so that it runs on a CPU: the trainer's device, the device of its
-autocast, and `torch.accelerator.synchronize`, which has nothing to wait for. Headstart is not
-imported, since that environment does not have it.
+`build_draft_model`, its data loaders and its own `Trainer.train_epoch` and `val_epoch`. The library
+trains only on accelerators. Four things are set so that it runs on a CPU: the trainer's device, the
+device of its autocast, `torch.accelerator.synchronize`, which has nothing to wait for, and, if the
+job's dtype is float32, the dtype of Muon's iterations (`muon_in_float32`). The library's autocast
+does nothing in float32. Headstart is not imported, since that environment does not have it.
 
 Commands come as JSON lines on stdin and are answered on stdout: {"do": "steps", "count": n} trains
-n steps, {"do": "save", "to": folder} writes a checkpoint, {"do": "end"} ends.
+n steps, {"do": "validate"} measures the library's loss on the rows that are held out, {"do":
+"save", "to": folder} writes a checkpoint, {"do": "end"} ends. Seconds are CPU seconds of all
+threads of this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import resource
@@ -28,6 +32,15 @@ from typing import Any
 
 BATCH = 16
 """Documents that the target reads at once while features are computed."""
+TOLD = (
+    "optimizer lr weight_decay muon_lr muon_momentum muon_weight_decay muon_ns_steps "
+    "muon_adjust_lr_fn scheduler_type loss_fn loss_implementation ttt_steps ttt_step_loss_decay "
+    "num_layers block_size sample_from_anchor num_depths down_sample_ratio down_sample_ratio_min "
+    "max_anchors per_position_loss_weight dflash_decay_gamma dpace_alpha norm_before_residual "
+    "norm_before_fc fc_norm norm_output embed_requires_grad full_attention_indices "
+    "target_layer_ids hidden_states_dtype total_seq_len epochs seed"
+).split()
+"""The library's resolved settings that the report repeats, as far as its version has them."""
 
 
 class EndedError(Exception):
@@ -60,10 +73,14 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list[Any]:
-    """Per row [T, n + 1, H] bfloat16: the residual stream after `layers`, and after the last layer,
-    before the final norm. Rows are padded behind their ends; causal attention does not read the
-    padding.
+def hidden_states(
+    model: Any, batch: list[list[int]], layers: list[int], dtype: str = "bfloat16"
+) -> list[Any]:
+    """Per row [T, n + 1, H] of `dtype`: the residual stream after `layers`, and after the last
+    layer, before the final norm. Rows are padded behind their ends; causal attention does not read
+    the padding.
+
+    dtype: bfloat16 (the target runs under autocast) or float32.
     """
     import torch
 
@@ -74,17 +91,17 @@ def hidden_states(model: Any, batch: list[list[int]], layers: list[int]) -> list
         lambda _module, inputs: before_norm.append(inputs[0])
     )
     try:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, dtype == "bfloat16"):
             found = model.model(tokens, output_hidden_states=True, use_cache=False)
     finally:
         handle.remove()
     states = torch.stack([*(found.hidden_states[layer] for layer in layers), before_norm[0]], 2)
-    states = states.to(torch.bfloat16)
+    states = states.to(getattr(torch, dtype))
     return [states[index, : len(row)].clone() for index, row in enumerate(batch)]
 
 
 def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Write the Arrow data set and the hidden states; returns the tokens and the seconds of the
+    """Write the Arrow data set and the hidden states; returns the tokens and the CPU seconds of the
     target's passes."""
     import torch
     from datasets import Dataset
@@ -98,9 +115,10 @@ def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]["tokens"]))
     for start in range(0, len(rows), BATCH):
         batch = order[start : start + BATCH]
-        begun = time.perf_counter()
-        found = hidden_states(model, [rows[index]["tokens"] for index in batch], job["taps"])
-        seconds += time.perf_counter() - begun
+        begun = time.process_time()
+        tokens = [rows[index]["tokens"] for index in batch]
+        found = hidden_states(model, tokens, job["taps"], job["dtype"])
+        seconds += time.process_time() - begun
         for index, states in zip(batch, found, strict=True):
             kept = {"hidden_states": states, "token_ids": torch.tensor(rows[index]["tokens"])}
             save_file(kept, folder / "hidden_states" / f"hs_{index}.safetensors")
@@ -112,9 +130,11 @@ def write_data(job: dict[str, Any], folder: Path) -> dict[str, float]:
 
 
 def settings(job: dict[str, Any], data: Path) -> argparse.Namespace:
-    """The library's settings as its command line resolves them from this job's flags."""
+    """The library's settings as its command line resolves them from this job's flags. The first
+    `train_rows` rows are trained on, the others are held out."""
     from speculators.train.config import TrainConfig
 
+    rows = len(Path(job["rows"]).read_text(encoding="utf-8").splitlines())
     options = {
         "speculator-type": job["kind"],
         "verifier-name-or-path": job["target"],
@@ -122,22 +142,49 @@ def settings(job: dict[str, Any], data: Path) -> argparse.Namespace:
         "save-path": job["out"],
         "total-seq-len": job["tokens_per_step"],
         "epochs": job["epochs"],
-        "num-workers": 0,
-        "log-freq": 1_000_000_000,
-        "loss-implementation": "eager",
-        "draft-attn-impl": "sdpa",
-        "on-missing": "raise",
-        "train-data-ratio": 0.999,
+        # the library trains on int(rows x ratio) rows
+        "train-data-ratio": (job["train_rows"] + 0.5) / rows,
+        "hidden-states-dtype": job["dtype"],
         "seed": job["seed"],
     }
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    flags += ["--target-layer-ids", *map(str, job["taps"]), "--no-resume-from-checkpoint"]
-    flags += job["flags"]
+    flags += ["--target-layer-ids", *map(str, job["taps"]), *job["flags"]]
     return argparse.Namespace(**TrainConfig.resolve(flags).flatten())
 
 
-def build(job: dict[str, Any], data: Path) -> Any:
-    """The library's trainer around a fresh drafter, on the CPU."""
+def muon_in_float32() -> None:
+    """Let `torch.optim.Muon`, which the library uses, iterate in float32.
+
+    It casts the gradient to bfloat16, whose products a CPU without such instructions emulates at a
+    fraction of float32's speed. Headstart iterates in float32 on these CPUs too
+    (train/muon.py). Raises `RuntimeError` if torch has no such function to replace.
+    """
+    from torch.optim import _muon
+
+    if not hasattr(_muon, "_zeropower_via_newtonschulz"):
+        raise RuntimeError("this torch has another Muon, whose iterations cannot be set to float32")
+    _muon._zeropower_via_newtonschulz = orthogonalise
+
+
+def orthogonalise(
+    grad: Any, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
+) -> Any:
+    """torch's `_zeropower_via_newtonschulz` without its cast to bfloat16: Newton-Schulz iterations
+    of a matrix [rows, columns] in float32."""
+    import torch
+
+    a, b, c = ns_coefficients
+    turned = grad.size(0) > grad.size(1)
+    x = grad.float().T if turned else grad.float()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if turned else x
+
+
+def build(job: dict[str, Any], data: Path) -> tuple[Any, dict[str, Any]]:
+    """The library's trainer around a fresh drafter, on the CPU, and its resolved settings."""
     import torch
     from hs_connectors import HiddenStatesBackend
     from speculators.model import SpeculatorModel
@@ -146,7 +193,9 @@ def build(job: dict[str, Any], data: Path) -> Any:
     from speculators.train.cli import build_draft_model, parse_vocab_mappings, set_seed
     from speculators.train.dataloader import create_train_val_loaders
 
-    args = settings(job, data)
+    args, dtype = settings(job, data), getattr(torch, job["dtype"])
+    if job["dtype"] == "float32":
+        muon_in_float32()
     set_seed(args.seed)
     d2t, t2d, draft_vocabulary = parse_vocab_mappings(args)
     kind = SpeculatorModel.registry[args.speculator_type]
@@ -156,27 +205,31 @@ def build(job: dict[str, Any], data: Path) -> Any:
         "max_retries generation_validation_retries max_consecutive_generation_failures "
         "num_workers prefetch_factor train_data_ratio seed"
     )
-    loader, _ = create_train_val_loaders(
+    loader, held_out = create_train_val_loaders(
         **{name: getattr(args, name) for name in wanted.split()},
-        hidden_states_dtype=torch.bfloat16,
+        hidden_states_dtype=dtype,
         transfer=HiddenStatesBackend.registry["file"].from_train_args(args, args.data_path),
         hidden_size=drafter.config.transformer_layer_config.hidden_size,
         num_target_layers=len(drafter.target_layer_ids),
-        preprocess=shift_batch if args.speculator_type == "eagle3" else None,
+        preprocess=shift_batch if args.speculator_type in ("eagle3", "peagle") else None,
     )
-    train_kwargs, _ = kind.get_trainer_kwargs(**vars(args))
+    train_kwargs, val_kwargs = kind.get_trainer_kwargs(**vars(args))
     names = {name for name in library.TrainerConfig._fields if hasattr(args, name)}
     config = library.TrainerConfig(
         **{name: getattr(args, name) for name in names - {"hidden_states_dtype"}},
         num_epochs=args.epochs,
         train_call_kwargs=train_kwargs,
-        hidden_states_dtype=torch.bfloat16,
+        val_call_kwargs=val_kwargs,
+        hidden_states_dtype=dtype,
     )
     library.get_local_rank = lambda: torch.device("cpu")
     torch.accelerator.synchronize = lambda *_: None
-    trainer = library.Trainer(drafter, config, loader)
+    trainer = library.Trainer(drafter, config, loader, held_out)
     trainer.device_type = "cpu"
-    return trainer
+    told = {name: getattr(args, name) for name in TOLD if hasattr(args, name)}
+    told["optimizers"] = [type(one).__name__ for one in trainer.optimizers]
+    warm_up, total = library._resolve_scheduler_steps(config, len(loader))
+    return trainer, {**told, "scheduler_warmup_steps": warm_up, "scheduler_total_steps": total}
 
 
 def steps(trainer: Any, channel: Channel) -> None:
@@ -196,9 +249,8 @@ def steps(trainer: Any, channel: Channel) -> None:
         state["left"] -= 1
         while state["left"] <= 0:
             if state["begun"]:
-                channel.say(
-                    seconds=time.perf_counter() - state["begun"], peak_bytes=peak_bytes(), **seen
-                )
+                seconds = time.process_time() - state["begun"]
+                channel.say(seconds=seconds, peak_bytes=peak_bytes(), **seen)
                 state["begun"] = 0.0
             command = next(commands, None)
             if command is None:
@@ -207,7 +259,12 @@ def steps(trainer: Any, channel: Channel) -> None:
                 trainer.model.save_pretrained(command["to"])
                 channel.say(saved=command["to"])
                 continue
-            seen["tokens"], state["left"], state["begun"] = 0, command["count"], time.perf_counter()
+            if command["do"] == "validate":
+                channel.say(validation=trainer.val_epoch(0))
+                trainer.model.train()
+                continue
+            seen["tokens"], state["left"] = 0, command["count"]
+            state["begun"] = time.process_time()
 
     wait()
     epoch = 0
@@ -223,18 +280,23 @@ def main() -> int:
     channel = Channel()
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
-    data = Path(job["data"])
+    data, version = Path(job["data"]), importlib.metadata.version("speculators")
     made = data / "made.json"
     if not made.is_file():
         figures = write_data(job, data)
         partial = made.with_suffix(".partial")
         partial.write_text(json.dumps(figures), encoding="utf-8")
         os.replace(partial, made)
-        channel.say(made=figures)
+        channel.say(made=figures, version=version)
         return 0  # keeps the target out of the training's memory
-    trainer = build(job, data)
+    trainer, told = build(job, data)
     weights = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    channel.say(ready=True, trained_weights=weights, steps_per_epoch=len(trainer.train_loader))
+    channel.say(
+        version=version,
+        trained_weights=weights,
+        steps_per_epoch=len(trainer.train_loader),
+        settings=told,
+    )
     with contextlib.suppress(EndedError):
         steps(trainer, channel)
     return 0

@@ -49,7 +49,7 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     drafted, drafted_seconds, passes = decode_timed(engine, requests)
     width = max(2, engine.tree.num_nodes)
     given = target, requests, plain, drafted, sampling.sampling(), width
-    found = audit(*given, exact=sampling.exact)
+    found = audit(*given, exact=sampling.exact, chunk=sampling.prefill_chunk)
     result = HelpedGeneration(
         answers=len(requests),
         tokens=sum(map(len, plain)),

@@ -324,3 +324,35 @@ def test_repeats_of_a_prompt_count_each(target: TargetModel) -> None:
     wrong = [*plain[:-1], (plain[-1] + 1) % VOCAB]
     report = audit(target, [request()] * 3, [plain] * 3, [wrong, plain, wrong], SamplingSettings())
     assert report.counts() == {"sequences": 3, "identical": 1, "near_ties": 0, "mismatches": 2}
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_a_replay_reads_the_prompt_in_the_chunks_of_decoding(
+    chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`decode.exact` promises the bits of every pass, and a prompt's depend on the chunks in which
+    it is read."""
+    target = endless_target(dtype=torch.bfloat16, hidden_size=64, num_hidden_layers=3)
+    decode = DecodeConfig(shape="none", exact=True)
+    decode = decode if chunk is None else replace(decode, prefill_chunk=chunk)
+    item = request(tuple(3 + 7 * place % (VOCAB - 3) for place in range(40)))
+    read: list[tuple[int, torch.Tensor]] = []
+    prefill = TargetModel.prefill
+
+    def noted(self: TargetModel, *given: Any) -> Any:
+        found = prefill(self, *given)
+        read.append((given[5], found[0]))
+        return found
+
+    monkeypatch.setattr(TargetModel, "prefill", noted)
+    (done,) = Engine(target, None, decode).run([item])
+    wrong = [*done.tokens[:5], (done.tokens[5] + 1) % VOCAB, *done.tokens[6:]]
+    more = {} if chunk is None else {"chunk": chunk}
+    sampling = decode.sampling()
+    flips_alone(target, [item], [done.tokens], sampling, 4, exact=True, **more)
+    audit(target, [item], [done.tokens], [wrong], sampling, exact=True, **more)
+    assert [length for length, _ in read] == [decode.prefill_chunk] * 3
+    assert all(torch.equal(logits, read[0][1]) for _, logits in read)
+    if chunk is not None:  # the control: otherwise these bits differ
+        flips_alone(target, [item], [done.tokens], sampling, 4, exact=True)
+        assert not torch.equal(read[-1][1], read[0][1])

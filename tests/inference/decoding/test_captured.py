@@ -23,6 +23,7 @@ from heads.api.kinds import kind_names
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution.accelerator import Pending
+from inference.decoding.execution.layers import compile_layers
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_no_sync import ALL_SHAPES, SAMPLING
@@ -98,6 +99,7 @@ def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """`step` as the tensor operations that it runs now."""
     with torch.no_grad(), Record() as operations:
         number = operations.numbers[id(step())]
+    operations.results.clear()  # views among them would keep weights alive
     return lambda: operations.replay(number)
 
 
@@ -135,6 +137,19 @@ def test_a_recorded_step_decodes_other_prompts(
     items = requests(5, new=14)
     found = {c.request.index: c.tokens for c in engine.run(items)}
     assert found == plain_texts(items, family, temperature=temperature)
+
+
+def test_a_step_is_not_replayed_once_another_engine_has_merged_weights() -> None:
+    """Compiled layers replace weights, which frees those that the step was recorded with."""
+    target, config, items = random_target(), DecodeConfig(batch_size=2), requests(5, new=14)
+    engine = Engine(target, None, config, capacity=96)
+    engine._lanes = lanes = under_way(target, None, config, count=2)
+    replayed(engine, record(lambda: step_on_device(lanes)))
+    texts = [{c.request.index: c.tokens for c in engine.run(items)}]
+    assert engine._lanes is lanes
+    assert compile_layers(target, "eager")
+    texts.append({c.request.index: c.tokens for c in engine.run(items)})
+    assert texts == [plain_texts(items)] * 2
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

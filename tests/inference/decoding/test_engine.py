@@ -15,14 +15,16 @@ from torch.utils._pytree import tree_leaves
 import inference.decoding.engine as engine_module
 import inference.target.padding as padding_module
 from heads.api.errors import UserError
+from heads.kernels.dispatch import VARIABLE
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import SamplingSettings, pick_bytes, shape_logits
 from inference.decoding.sampling.row_settings import RowSettings
-from inference.target.memory import plan_memory
+from inference.target.memory import picking_bytes, plan_memory
 from inference.target.model import TargetModel
 from tests.fakes import SometimesRight
+from tests.heads.kernels.devices import ON_CPU
 from tests.inference.decoding.test_lossless import TREE, decode, prompts, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.tokenizers import save_micro_target
@@ -288,9 +290,14 @@ class Living(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=ON_CPU)])
 @pytest.mark.parametrize("own", [False, True])
-def test_the_plan_counts_what_filters_take(own: bool) -> None:
-    """Tempered, sorted, summed: the copies of the logits that a filtered pick makes."""
+def test_the_plan_counts_what_filters_take(
+    own: bool, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of the logits that a filtered pick makes: tempered, sorted and summed in plain
+    torch; tempered and filtered by the kernel."""
+    monkeypatch.setenv(VARIABLE, implementation)
     rows, nodes, vocab = 3, 5, 4096
     settings = SamplingSettings(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
     logits = torch.randn(rows, nodes, vocab)
@@ -304,9 +311,29 @@ def test_the_plan_counts_what_filters_take(own: bool) -> None:
         else:
             shape_logits(logits, settings)
     each = living.most / (rows * nodes * vocab)
-    planned = pick_bytes(SamplingSettings() if own else settings, own)
-    assert planned / 2 < each <= planned
+    needed = pick_bytes(SamplingSettings() if own else settings, own)
+    planned = picking_bytes(needed, torch.device("cpu"), torch.float32)
+    assert planned / 2 < each <= 1.01 * planned  # the settings of rows are a few numbers
     assert pick_bytes(SamplingSettings()) == pick_bytes(SamplingSettings(temperature=1.0)) == 0
+    assert picking_bytes(0, torch.device("cpu"), torch.float32) == 0
+    # logits in float64 stay in it, for which there is no kernel
+    assert picking_bytes(needed, torch.device("cpu"), torch.float64) == needed
+
+
+@ON_CPU
+def test_a_batch_is_planned_for_the_filter_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, given = random_target(dtype=torch.float32), []
+
+    def noted(*parts: Any, sampling: int) -> Any:
+        given.append(sampling)
+        return plan_memory(*parts, sampling=sampling)
+
+    monkeypatch.setattr(engine_module, "plan_memory", noted)
+    engine = Engine(target, None, DecodeConfig(shape="none", temperature=1.0, top_p=0.9))
+    for implementation in ("reference", "triton"):
+        monkeypatch.setenv(VARIABLE, implementation)
+        engine.require_memory(2, 64, 8)
+    assert given == [pick_bytes(engine.decode.sampling()), 8]
 
 
 def test_a_batch_that_will_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

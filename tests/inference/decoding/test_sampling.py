@@ -3,16 +3,22 @@ rule."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from heads.api.errors import UserError
-from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling import distribution
+from inference.decoding.sampling import noise as noise_module
+from inference.decoding.sampling.distribution import SamplingSettings, shape_logits, widest_float
 from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.sampling.row_settings import FILTERED, RowNoise, RowSettings
 from inference.kernels.reference.noise import gumbel_noise, noise_bits
 
 TOKENS = torch.arange(24)
@@ -179,3 +185,61 @@ def test_settings_say_what_they_do_to_the_logits() -> None:
         (SamplingSettings(repetition_penalty=0.9), True, True),
     ):
         assert (shaping.uses_prefix, shaping.changes_logits) == (uses_prefix, changes)
+
+
+class NoFloat64(TorchDispatchMode):
+    """A device on which float64 tensors cannot be made, as Apple's MPS."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+                raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return out
+
+
+def test_devices_without_float64_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert widest_float(torch.device("cpu")) == widest_float(torch.device("cuda")) == torch.float64
+    assert widest_float(torch.device("mps")) == torch.float32
+    for has, dtype in ((0, torch.float32), (1, torch.float64)):
+        facts = SimpleNamespace(has_fp64=has)
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _, facts=facts: facts)
+        assert widest_float(torch.device("xpu")) == dtype
+
+
+def test_rows_sample_and_draw_on_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picks of rows are those of other devices; uniform numbers are theirs, rounded."""
+    device = torch.device("cpu")
+    rows = [SamplingSettings(), SamplingSettings(0.7), SamplingSettings(1.3, 5, 0.9, 0.01)]
+    seeds, positions = torch.tensor([1, 2, 3]), torch.arange(40)[None].expand(3, -1)
+    logits = torch.randn(3, 40, 50, generator=torch.Generator().manual_seed(0))
+
+    def computed() -> tuple[torch.Tensor, ...]:
+        held = RowSettings(3, SamplingSettings(), 50, device, static=False)
+        held.put([0, 1, 2], rows)
+        held.arrange(range(3))
+        assert held.mode == FILTERED
+        noise = RowNoise(held, seeds, 50, roots=torch.zeros(3, dtype=torch.int64))
+        uniforms = noise.uniforms(positions, 4)
+        return noise.target_pick(logits, positions), noise.pick(logits, positions), uniforms
+
+    there = computed()
+    assert there[2].dtype == torch.float64
+    with pytest.raises(TypeError, match="float64"), NoFloat64():
+        computed()
+    monkeypatch.setattr(distribution, "_has_float64", lambda device: False)
+    with NoFloat64():
+        here = computed()
+    assert torch.equal(here[0], there[0]) and torch.equal(here[1], there[1])
+    torch.testing.assert_close(here[2], there[2].float(), rtol=1e-6, atol=1e-9)
+
+
+def test_uniform_numbers_in_float32_stay_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a rejection's coin are all ones once in four billion draws."""
+    monkeypatch.setattr(distribution, "_has_float64", lambda device: False)
+    for bits, value in ((-1, 1 - 2.0**-24), (0, 2.0**-33)):
+        frozen = torch.tensor([[[bits]]], dtype=torch.int32)
+        monkeypatch.setattr(noise_module, "noise_bits", lambda *_, frozen=frozen: frozen)
+        noise = SharedNoise(SamplingSettings(1.0), torch.tensor([1]), 8)
+        noise.roots = torch.zeros(1, dtype=torch.int64)
+        assert float(noise.uniforms(torch.zeros(1, 1, dtype=torch.int64), 1)) == value

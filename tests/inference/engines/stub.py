@@ -78,7 +78,7 @@ class Stub:
     """The server. form: whose counters it shows ("none": no metrics at all, "llama": timings in
     responses, "vllm_responses": vLLM's in responses); faults: what the next completions do instead
     of answering, one each: a status, "hang", "cut", "restart", "twice" (somebody else's answer is
-    counted as well). steps: seconds of a verification."""
+    counted as well), "error" (an event with `refusal`). steps: seconds of a verification."""
 
     form: str = "vllm"
     speculates: bool = True
@@ -94,6 +94,18 @@ class Stub:
     tokenize: deque[Any] | None = None
     """What /tokenize answers, then {"count": 9}; empty: a broken connection; None: there is none."""
     text: str = "x"
+    card: dict[str, Any] = field(default_factory=dict)
+    """More of the model's entry in /v1/models."""
+    counts: bool = False
+    """/tokenize counts four characters as a token."""
+    longest: int = 10**9
+    """Most characters of a prompt; longer ones are refused with `refusal`."""
+    refusal: str = "This model's maximum context length is 64 tokens."
+    retry_after: str = ""
+    obeys: bool = True
+    """Answers are JSON if it is asked for."""
+    shut: bool = False
+    """The metrics want a key that nobody has."""
     passes: int = 0
     reached: list[int] = field(default_factory=lambda: [0] * DEPTH)
     committed: int = 0
@@ -172,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
+        if status == 503 and self.stub.retry_after:
+            self.send_header("Retry-After", self.stub.retry_after)
         self.end_headers()
         self.wfile.write(content)
 
@@ -187,7 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.allowed():
             return
         if self.path == "/v1/models":
-            self.send(200, json.dumps({"data": [{"id": stub.model}]}).encode())
+            self.send(200, json.dumps({"data": [{"id": stub.model, **stub.card}]}).encode())
+        elif self.path.endswith("/metrics") and stub.shut:
+            self.send(403, b"{}")
         elif self.path == "/metrics" and stub.form.startswith("trtllm"):
             self.send(200, b"[]")  # its own statistics
         elif self.path in ("/metrics", "/prometheus/metrics") and (
@@ -202,6 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(length))
         if not self.allowed():
             return
+        if self.path == "/tokenize" and self.stub.counts:
+            prompt = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+            self.send(200, json.dumps({"count": len(prompt) // 4}).encode())
+            return
         if self.path == "/tokenize" and self.stub.tokenize is not None:
             with self.stub.lock:
                 said = self.stub.tokenize.popleft() if self.stub.tokenize else {"count": 9}
@@ -212,18 +232,29 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.answer(body, chat="chat" in self.path)
 
+    def refuses(self, fault: Any, prompt: str) -> bool:
+        """Whether there is no stream; then it has sent what there is instead."""
+        if isinstance(fault, int):
+            self.send(fault, b'{"error": {"message": "planted"}}')
+        elif fault == "hang":
+            self.stub.gone.wait(8.0)
+        elif len(prompt) > self.stub.longest:
+            self.send(400, json.dumps({"error": {"message": self.stub.refusal}}).encode())
+        else:
+            return False
+        return True
+
     def answer(self, body: dict[str, Any], chat: bool) -> None:
         stub = self.stub
         with stub.lock:
             fault = stub.faults.popleft() if stub.faults else None
             stub.bodies.append(body)
-        if isinstance(fault, int):
-            self.send(fault, b'{"error": {"message": "planted"}}')
-            return
-        if fault == "hang":
-            self.stub.gone.wait(8.0)
-            return
         prompt = body["messages"][-1]["content"] if chat else str(body["prompt"])
+        if self.refuses(fault, prompt):
+            return
+        text = stub.text
+        if stub.obeys and {"response_format", "json_schema"} & set(body):
+            text = "{"
         steps = stub.steps_for(prompt, body["max_tokens"])
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -236,9 +267,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {data}\n\n".encode())
             self.wfile.flush()
 
+        if fault == "error":
+            event({"error": {"message": stub.refusal, "code": 400}})
+            return
         for size in (1, *(step + 1 for step in steps)):
             time.sleep(stub.steps)
-            for piece in [stub.text] * size if stub.burst else [stub.text * size]:
+            for piece in [text] * size if stub.burst else [text * size]:
                 part = {"delta": {"content": piece}} if chat else {"text": piece}
                 event({"choices": [part]})
             if fault == "cut":

@@ -34,7 +34,7 @@ def test_every_batch_size_has_the_length_of_the_nearest(depths: dict[int, int]) 
     assert schedule[0][0] == 1
     assert all(last + 1 == first for (_, last, _), (first, _, _) in pairwise(schedule))
     rows = tuple(
-        TunedRow(batch, 0.0, chain(depth), "match", {}, (1.0, 1.0))
+        TunedRow(batch, 0.0, chain(depth), chain(depth), "match", {}, (1.0, 1.0))
         for batch, depth in depths.items()
     )
     tuned = Tuned({"id": "", "revision": ""}, {"kind": "cpu", "name": "", "threads": 1}, "", rows)
@@ -52,15 +52,18 @@ def test_vllm_takes_lengths_and_one_where_they_are_equal() -> None:
 
 def test_sglang_takes_trees() -> None:
     static = Draft("tree", 2, choices=((0,), (1,), (0, 0), (0, 1), (0, 2)))
-    found = engine_settings({1: NONE, 2: static, 8: chain(1)})
+    drafts = {1: NONE, 2: static, 8: chain(1)}
+    found = engine_settings(drafts, {1: NONE, 2: chain(3), 8: chain(1)})
     assert found["sglang"] == {
         "--speculative-num-steps": 2,
         "--speculative-eagle-topk": 3,
         "--speculative-num-draft-tokens": 6,
     }
-    assert found["llama.cpp"] == {"--spec-draft-n-max": 2}
+    # the best chain is longer than the tree is deep
+    assert found["llama.cpp"] == {"--spec-draft-n-max": 3}
+    assert found["vllm"] == {TOKENS: 3, LENGTHS: [[1, 1, 0], [2, 4, 3], [5, 8, 1]]}
     dynamic = Draft("dynamic", 5, nodes=20, width=4)
-    assert engine_settings({1: dynamic})["sglang"] == {
+    assert engine_settings({1: dynamic}, {1: chain(2)})["sglang"] == {
         "--speculative-num-steps": 5,
         "--speculative-eagle-topk": 4,
         "--speculative-num-draft-tokens": 20,
@@ -74,7 +77,7 @@ def test_sglang_is_asked_for_no_more_nodes_than_it_grows() -> None:
         paths |= {(*path, rank) for path in paths for rank in (0, 1) if sum(path) + rank < 2}
     static = Draft("tree", 6, choices=tuple(sorted(paths - {()})))
     assert static.size > 23
-    found = engine_settings({1: static})["sglang"]
+    found = engine_settings({1: static}, {1: chain(2)})["sglang"]
     assert found["--speculative-eagle-topk"] == 2
     assert found["--speculative-num-draft-tokens"] == 1 + 2 + 5 * 4
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from heads.api.errors import UserError
 from inference.decoding.decode_file import write_tuned
 from inference.decoding.draft import NONE, Draft
 from inference.engines.settings import LENGTHS, TOKENS
@@ -31,6 +32,7 @@ def tune(folder: Path, depths: dict[int, int]) -> None:
             "batch_size": batch,
             "temperature": 0.0,
             "draft": (Draft("chain", depth) if depth else NONE).plain(),
+            "chain": (Draft("chain", depth) if depth else NONE).plain(),
             "rule": "match",
         }
         | numbers
@@ -75,3 +77,29 @@ def test_an_export_carries_them(
     assert LENGTHS not in notes.speculative_config
     write(target, mine, tmp_path / "fixed", engine, tokens=2)
     assert ExportNotes.read(tmp_path / "fixed").decode_settings == {}
+
+
+def test_the_settings_of_a_tuning_or_of_simulated_traffic_go_along(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    mine = save(target, "eagle3_plain", tmp_path / "train" / "mine" / "best")
+    lengths = {TOKENS: 4, LENGTHS: [[1, 2, 4], [3, 8, 2]]}
+    trees = {
+        "--speculative-num-steps": 2,
+        "--speculative-eagle-topk": 3,
+        "--speculative-num-draft-tokens": 6,
+    }
+    engines = {"vllm": lengths, "sglang": trees, "llama.cpp": {"--spec-draft-n-max": 4}}
+    files = {"tune.json": engines, "traffic.json": {"mine": engines, "other": {}}}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps({"engines": content}))
+        given = str(tmp_path / name)
+        for engine, settings in (("vllm", lengths), ("sglang", trees)):
+            notes = write(target, mine, tmp_path / name[:-5] / engine, engine, settings=given)
+            assert notes.decode_settings == settings
+            assert notes.speculative_config["num_speculative_tokens"] == (
+                4 if engine == "vllm" else 2
+            )
+    other = save(target, "eagle3_plain", tmp_path / "train" / "third" / "best")
+    with pytest.raises(UserError, match=r"has no settings of vllm for 'third'.* mine, other"):
+        write(target, other, tmp_path / "no", "vllm", settings=str(tmp_path / "traffic.json"))

@@ -3,8 +3,9 @@ the interpreter accepts much that the compiler does not.
 
 `python -m tests.inference.kernels.hopper [CAPABILITY] [OPERATION ...]`, in a process with TRITON_INTERPRET=0, calls the kernels'
 own host functions with CPU tensors and with launching taken out, so that what is compiled is what a
-GPU would be given. Prints a line of JSON per kernel: kernel, shared (bytes), spilled (bytes of
-registers per thread that went to memory), wgmma (Hopper's matrix instructions are used).
+GPU would be given. Prints a line of JSON per kernel: operation, kernel, shared (bytes), spilled
+(bytes of registers per thread that went to memory), wgmma (Hopper's matrix instructions are used),
+float64 (something computes in 64-bit floats).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from heads.api.tree import TokenTree
 from heads.kernels.dispatch import Op
 from heads.kernels.reference.row_losses import NAMES
+from inference.kernels import tree_attention
 from inference.kernels.registry import all_ops
 
 
@@ -126,11 +128,16 @@ SAMPLES: dict[str, Callable[[Op], Any]] = {
 """A call of every operation; what its results are does not matter."""
 
 
+SHARED = {80: 163 * 1024, 90: tree_attention.HOPPER_SHARED}
+"""Most bytes of shared memory of a program, by capability."""
+
+
 def compile_only(capability: int = 90) -> list[Any]:
     """From now on kernels are compiled when they are called, and kept in the returned list instead
     of being launched.
     """
     driver.set_active(Pretended(capability))
+    tree_attention._shared_memory = lambda device: SHARED[capability]  # type: ignore[assignment]
     compiled: list[Any] = []
     run = JITFunction.run
 
@@ -158,12 +165,15 @@ def main() -> None:
     capability, *names = sys.argv[1:] or ["90"]
     compiled = compile_only(int(capability))
     for op in all_ops():
-        if not names or op.name in names:
-            SAMPLES[op.name](op)
-    for kernel in compiled:
-        row = {"kernel": kernel.metadata.name, "shared": kernel.metadata.shared}
-        row |= {"spilled": spilled(kernel.asm["cubin"]), "wgmma": "wgmma" in kernel.asm["ptx"]}
-        print(json.dumps(row))
+        if names and op.name not in names:
+            continue
+        SAMPLES[op.name](op)
+        for kernel in compiled:
+            ptx = kernel.asm["ptx"]
+            row = {"operation": op.name, "kernel": kernel.metadata.name}
+            row |= {"shared": kernel.metadata.shared, "spilled": spilled(kernel.asm["cubin"])}
+            print(json.dumps({**row, "wgmma": "wgmma" in ptx, "float64": ".f64" in ptx}))
+        compiled.clear()
 
 
 if __name__ == "__main__":

@@ -3,9 +3,6 @@ number of rows. Nothing else of a pass may depend on it: the attention kernel's 
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,22 +12,12 @@ from heads.api.tree import TokenTree
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.reference.row_linear import ROW_LINEAR, TILE, InTiles, row_linear
 from tests.heads.kernels.devices import DEVICES
+from tests.inference.kernels.interpreted import products_with_equal_rows
 
 
 @pytest.fixture(autouse=True)
-def products_with_equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's products are numpy's, whose sums depend on a row's place; those of a GPU's
-    matrix cores do not."""
-    from triton.runtime import interpreter
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        products = a.data[:, :, None].astype(np.float32) * b.data[None].astype(np.float32)
-        total = d.data.astype(np.float32)
-        for step in range(products.shape[1]):
-            total = total + products[:, step]
-        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+def equal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    products_with_equal_rows(monkeypatch)
 
 
 WIDTHS = [*range(1, 18), 31, 32, 33, 48, 63, 64]

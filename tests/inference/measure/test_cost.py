@@ -5,9 +5,11 @@ everything.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +31,12 @@ from inference.decoding.costs import (
     interleave,
     interpolate,
     measure_costs,
+    measure_grid,
 )
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
+from tests.inference.decoding.recorded_cuda import FIRST, SECOND, RecordedCuda
 from tests.models import VOCAB, random_target
 
 DECODE = DecodeConfig(depth=2, max_new_tokens=8)
@@ -184,3 +188,61 @@ def test_settings_are_checked(target: TargetModel, arms: list[Arm]) -> None:
     with pytest.raises(UserError, match="with up to 4 nodes need 261 positions"):
         measure_costs(CostConfig(nodes=(4,), lengths=(256,)), target, arms, TEXT)
     assert cost_module.stopwatch(torch.device("cpu"))(lambda: time.sleep(0.005)) >= 0.005
+
+
+# On a GPU that is not the current one, on stand-ins that record devices
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+    return RecordedCuda().install(monkeypatch)
+
+
+def test_calls_are_timed_by_events_of_their_device(cuda: RecordedCuda) -> None:
+    where: list[torch.device] = []
+    found = interleave({"call": lambda: where.append(cuda.device)}, SECOND, repeats=3, warmup=1)
+    assert found == {"call": [0.001] * 3}
+    assert where == [FIRST, *[SECOND] * 3]  # the warm-up is timed by nothing
+    assert len(cuda.events) == 6 and {event.device for event in cuda.events} == {SECOND}
+    assert cuda.device == FIRST
+
+
+def grid(cuda: RecordedCuda, monkeypatch: pytest.MonkeyPatch, refuses: int) -> CostCurves:
+    """Curves of a target on the second GPU. refuses: nodes of the verification that raises while it
+    is captured, as Triton's compiler does, with an error of another type than torch's."""
+
+    def verify(nodes: int) -> Callable[[], None]:
+        def call() -> None:
+            if cuda.capturing and nodes == refuses:
+                raise LookupError("no such kernel\nin a module")
+
+        return call
+
+    bench = SimpleNamespace(verification=verify)
+    monkeypatch.setattr(cost_module, "Bench", lambda *_: bench)
+    info = SimpleNamespace(id="target")
+    target: Any = SimpleNamespace(device=SECOND, dtype=torch.bfloat16, info=info)
+    return measure_grid(target, [1, 4], [1, 3], [16], 4, TEXT, [], lambda _: {}, 5, 1)
+
+
+def test_curves_of_a_second_gpu_are_captured_there(
+    cuda: RecordedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves = grid(cuda, monkeypatch, refuses=0)
+    assert curves.launch == "graph" and len(curves.verify_points) == 4
+    assert len(cuda.graphs) == 4 and all(graph.replays == 6 for graph in cuda.graphs)
+    assert {graph.stream.device for graph in cuda.graphs} == {SECOND}
+    assert {graph.mode for graph in cuda.graphs} == {"thread_local"}
+    assert {event.device for event in cuda.events} == {SECOND}
+    assert set(cuda.synchronised) == {SECOND} and cuda.device == FIRST
+
+
+def test_curves_are_launched_if_one_call_cannot_be_captured(
+    cuda: RecordedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        curves = grid(cuda, monkeypatch, refuses=4)
+    assert curves.launch == "eager" and len(curves.verify_points) == 4
+    assert not any(graph.replays for graph in cuda.graphs)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "cannot be captured as a graph (LookupError: no such kernel); all calls" in said

@@ -4,6 +4,7 @@ promised rate however the traffic clumps."""
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,26 @@ import numpy as np
 import pytest
 
 from heads.api.errors import UserError
+from inference.engines.client import PROBE
 from inference.engines.scrape import read_samples
 from inference.measure.prompts import Prompt
 from inference.staleness.comparison import Comparison, with_system
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Bets, Grid, Sums
 from inference.staleness.reference import DomainAnswers, Reference
-from inference.staleness.scrapes import Observation, Windows, places_of, read_files, spread_of
+from inference.staleness.scrapes import (
+    Observation,
+    Windows,
+    follow,
+    places_of,
+    read_files,
+    served_model,
+    spread_of,
+)
 from inference.staleness.sequential_test import DriftTest
 from tests.inference.engines.stub import DEPTH, Stub, serving, spec_lines
 from tests.inference.staleness.answers import acceptance, draw
+from tests.inference.tokenizers import tiny_tokenizer
 
 VLLM = (
     'vllm:request_success_total{{finished_reason="stop"}} {answers}\n'
@@ -256,3 +267,49 @@ def test_a_running_server_is_watched_until_the_alarm() -> None:
     gone = dataclasses.replace(config, timeout=0.2)
     with pytest.raises(UserError, match="looks in a row failed"):
         Comparison(gone, known).add_running(gone.running)
+
+
+# What a running server serves
+
+
+def watched(stub: Stub) -> WatchConfig:
+    return WatchConfig(metrics=(f"{stub.base}/metrics",), every=0.05, seconds=0.2, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("card", "known", "warned"),
+    [
+        ({}, "org/Stub-Model", False),
+        ({"root": "/models/stub-model/"}, "stub-model", False),
+        ({"id": "prod", "root": "Org/Real"}, "/home/me/real", False),
+        ({"id": "a", "root": "/hub/models--Org--Real/snapshots/0123abc"}, "Org/Real", False),
+        ({"id": "prod", "root": "Org/Other"}, "Org/Real", True),
+        ({}, "Org/Real", True),
+        ({}, "", False),
+    ],
+)
+def test_another_model_than_the_reference_s_is_said(
+    card: dict[str, str], known: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(card=card) as stub:
+        found = served_model(watched(stub), f"{stub.base}/metrics", known)
+    assert found == card.get("root", card.get("id", "stub-model"))
+    assert ("but the reference is of Org/Real" in caplog.text) == warned
+
+
+def test_a_server_with_another_tokenizer_is_refused() -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    mine = tokenizer.encode(PROBE, add_special_tokens=False)
+    with serving(tokenize=deque([{"tokens": mine}, {"tokens": [7, *mine]}])) as stub:
+        given = (watched(stub), stub.base, "stub-model", tokenizer)
+        assert served_model(*given) == "stub-model"
+        with pytest.raises(UserError, match=r"has another tokenizer: .* or set target.path"):
+            served_model(*given)
+    assert served_model(*given) == ""  # nobody listens
+
+
+def test_advice_about_metrics_is_that_of_watch() -> None:
+    with serving(metrics="[]") as stub, pytest.raises(UserError) as caught:
+        list(follow(watched(stub), f"{stub.base}/metrics", Windows(least=50, depth=4)))
+    assert "Give the address of its metrics as watch.metrics" in str(caught.value)
+    assert "bench" not in str(caught.value) and "chunks" not in str(caught.value)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -74,6 +76,64 @@ def test_blocks_are_one_softmax(
         attend = partial(_written_out, scaling=None, softcap=3.0, sinks=sinks, groups=GROUPS)
     found = causal_attention(query, key, value, sight, attend, begin)
     torch.testing.assert_close(found, slow(query, key, value, sight, begin, softcap, given))
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize(("nodes", "keys"), [(17, 17), (7, 20), (1, 9)])
+def test_a_gpu_reads_the_later_part_of_a_prompt_without_a_mask(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, keys: int, sight: Sight, shaped: bool
+) -> None:
+    """Where every earlier position is seen and flash attention runs, which is pretended here; a CPU
+    computes its causal bias by a mask. Keys and values are given once, not once per query head."""
+    asked: list[tuple[Any, bool, int]] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+        kind = type(more.get("attn_mask"))
+        asked.append((kind, more.get("is_causal", False), key.shape[1]))
+        return attention(query, key, value, **more)
+
+    monkeypatch.setattr(causal, "BLOCK", 4)
+    monkeypatch.setattr(causal, "_is_fused", lambda *_: True)
+    monkeypatch.setattr(causal, "scaled_dot_product_attention", noted)
+    query, key = draw(2, HEADS * GROUPS, nodes, SIZE), draw(2, HEADS, keys, SIZE, seed=1)
+    value = draw(2, HEADS, keys, SIZE, seed=2)
+    attend = None
+    if shaped:
+        attend = partial(_written_out, scaling=None, softcap=3.0, sinks=None, groups=GROUPS)
+    found = causal_attention(query, key, value, sight, attend)
+    torch.testing.assert_close(
+        found, slow(query, key, value, sight, 0, 3.0 if shaped else None, None)
+    )
+    plain = sight == Sight() or sight.window == 100 or keys <= (sight.window or sight.chunk or 0)
+    if shaped:
+        assert not asked
+    elif plain:
+        kind = type(None) if nodes == keys else CausalBias
+        assert asked == [(kind, nodes == keys, HEADS)]
+    else:
+        assert asked == [(Tensor, False, HEADS)] * -(-nodes // 4)
+
+
+def test_only_flash_attention_on_a_gpu_goes_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(given: Any) -> bool:
+        asked.append(given)
+        return len(asked) > 1
+
+    monkeypatch.setattr(causal, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(causal, "can_use_flash_attention", answer)
+    query, key = (
+        SimpleNamespace(device=torch.device("cuda"), shape=(1, heads, 4, 8)) for heads in (6, 2)
+    )
+    assert [causal._is_fused(query, key, key), causal._is_fused(query, query, query)] == [0, 1]  # type: ignore[arg-type]
+    assert [given[3:] for given in asked] == [
+        (None, 0.0, False, shared) for shared in (True, False)
+    ]
+    cpu = torch.zeros(1, 2, 4, 8)
+    assert not causal._is_fused(cpu, cpu, cpu) and len(asked) == 2
 
 
 @pytest.mark.parametrize("sight", [Sight(), Sight(window=3), Sight(chunk=4)])

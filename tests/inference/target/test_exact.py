@@ -14,6 +14,7 @@ from inference.audit.comparison import audit, flips_alone
 from inference.audit.drafters import ScriptedDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.target.exact import install_exact, is_exact
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import requests
 from tests.models import random_target
@@ -60,6 +61,49 @@ def test_passes_of_any_width_and_batch_give_the_same_bits(family: str, dtype: to
     plain = verified(target, 1, True)
     for width, rows in ((2, 1), (6, 1), (13, 1), (1, 3), (6, 3), (4, 8)):
         assert torch.equal(verified(target, width, True, rows), plain), (width, rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "norm"),
+    [
+        ("nanochat", {}, "NanoChatRMSNorm"),  # heads before tokens
+        ("llama4_text", {"moe_layers": []}, "Llama4TextL2Norm"),  # tokens before heads
+        ("olmo", {}, "OlmoLayerNorm"),
+        ("hunyuan_v1_dense", {}, "HunYuanDenseV1RMSNorm"),  # has weights, heads before tokens
+    ],
+)
+def test_norms_are_called_in_one_shape_for_any_width(
+    family: str, more: dict[str, Any], norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms without weights too."""
+    target = random_target(family, dtype=torch.bfloat16, **more)
+    norms = [one for one in target.model.modules() if type(one).__name__ == norm]
+    assert norms
+    shapes: list[set[torch.Size]] = []
+    forward = type(norms[0]).forward
+
+    def noted(self: Any, x: torch.Tensor) -> Any:
+        if target.exact and is_exact():
+            shapes[-1].add(x.shape)
+        return forward(self, x)
+
+    monkeypatch.setattr(type(norms[0]), "forward", noted)
+    found = []
+    for width, rows in ((1, 1), (6, 1), (13, 2)):
+        shapes.append(set())
+        found.append(verified(target, width, True, rows))
+    assert shapes[0] and all(each == shapes[0] for each in shapes)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_a_norm_made_of_norms_is_left_alone() -> None:
+    """StableLM's norm of heads splits its input by heads, so its parts are prepared instead."""
+    target = random_target("stablelm", qk_layernorm=True)
+    install_exact(target.model)
+    kinds = {type(one).__name__: hasattr(one, "headstart_exact") for one in target.model.modules()}
+    assert kinds["LayerNorm"] and not kinds["StableLmLayerNormPerHead"]
+    plain = verified(target, 1, True)
+    assert torch.equal(verified(target, 6, True), plain)
 
 
 def test_without_it_bits_differ() -> None:

@@ -52,11 +52,18 @@ def target() -> TargetModel:
     return random_target("llama")
 
 
-def row(batch: int, draft: Draft, temperature: float = 0.0, speedup: float = 1.5) -> dict[str, Any]:
+def row(
+    batch: int,
+    draft: Draft,
+    temperature: float = 0.0,
+    speedup: float = 1.5,
+    chain: Draft | None = None,
+) -> dict[str, Any]:
     return {
         "batch_size": batch,
         "temperature": temperature,
         "draft": draft.plain(),
+        "chain": (chain or draft.as_chain).plain(),
         "rule": "match" if temperature == 0 else "specinfer",
         "label": draft.label,
         "predicted_tokens_per_second": 140.0,
@@ -238,6 +245,25 @@ def test_an_engine_that_asks_for_one_number_gets_the_depth(
     assert draft_length(checkpoint(target, tmp_path, ROWS[1:])) == 3
     assert draft_length(checkpoint(target, tmp_path, [ROWS[2]])) == 0
     assert draft_length(tmp_path / "elsewhere") == 0
+    # where a tree was chosen: the best chain, if one is faster than plain decoding
+    longer = row(1, TREE, chain=Draft("chain", 4))
+    assert draft_length(checkpoint(target, tmp_path, [longer])) == 4
+    no_chain = row(1, TREE, chain=NONE)
+    assert draft_length(checkpoint(target, tmp_path, [no_chain, row(4, STOPPED)])) == 3
+
+
+def test_a_file_of_an_earlier_version_has_chains_of_the_drafts_depth(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    folder = checkpoint(target, tmp_path)
+    path = folder / "decode.yaml"
+    content = yaml.safe_load(path.read_text())
+    for entry in content["rows"]:
+        del entry["chain"]
+    path.write_text(path.read_text().split("\n")[0] + "\n" + yaml.safe_dump(content))
+    tuned = read_tuned(folder)
+    assert tuned is not None
+    assert [entry.chain for entry in tuned.rows[:2]] == [Draft("chain", 2), Draft("chain", 3)]
 
 
 def test_what_was_tuned_with_other_weights_leaves_no_machine(

@@ -28,8 +28,10 @@ from inference.tune.survey import Survey
 from inference.tune.tuner import (
     PREDICTION_ERROR,
     DraftSpeed,
+    Prediction,
     Tuner,
     answers_of,
+    best_chain,
     choose,
     combine,
     representatives,
@@ -324,6 +326,30 @@ def test_prediction_and_measurement_choose_together() -> None:
     assert chosen((0.85, 0.8), (1.01, 0.9)) == NONE  # a lucky run of what was predicted to lose
     assert chosen((1.3, 1.2), (0.95, 0.9)) == NONE  # and a prediction that did not come true
     assert chosen((1.1, 0.5), (1.1, 1.9)) == short
+
+
+def test_an_engine_of_chains_gets_the_best_chain_and_not_a_trees_depth() -> None:
+    tree, stopped = (
+        Draft("dynamic", 3, nodes=9, width=3),
+        Draft("chain", 5, adaptive="confidence", adaptive_threshold=0.4),
+    )
+    speeds = {
+        NONE: 10.0,
+        tree: 20.0,
+        stopped: 18.0,
+        Draft("chain", 5): 15.0,
+        Draft("chain", 3): 14.0,
+    }
+    predicted = [Prediction(draft, speed, 2.0, {}) for draft, speed in speeds.items()]
+    assert best_chain(tree, predicted) == Draft("chain", 5)
+    assert best_chain(stopped, predicted) == Draft("chain", 5)
+    assert best_chain(Draft("chain", 3), predicted) == Draft("chain", 3)  # measured as the best
+    slow = [
+        replace(item, tokens_per_second=9.0) if item.draft.shape == "chain" else item
+        for item in predicted
+    ]
+    assert best_chain(tree, slow) == NONE
+    assert best_chain(NONE, predicted) == NONE
 
 
 def test_of_drafts_that_cannot_be_told_apart_the_smallest_is_chosen() -> None:

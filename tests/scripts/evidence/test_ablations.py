@@ -6,22 +6,51 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from heads.api.registry import get_kind
+from scripts.assets import held_out_target
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import ablations, small_targets
-from scripts.evidence.ablations import RECIPE, SHARED, STUDIES
-from scripts.evidence.small_targets import PLACES
+from scripts.evidence.ablations import RECIPE, STUDIES, words_of
+from scripts.evidence.small_targets import EXPERIMENT, PLACES, decisive
+from scripts.tools.common import cpu_target
 from tests.scripts.evidence.places import micro_place
 
 
-def test_every_arm_composes() -> None:
-    for study, arms in STUDIES.items():
-        assert next(iter(arms)) == RECIPE
-        for arm, own in arms.items():
-            words = [*SHARED, *arms[RECIPE], *(own if arm != RECIPE else ())]
-            words = [word.format(last=1) for word in words]
-            assert load_settings(STAGES["train"], words).choices["head"] == study
+@pytest.mark.parametrize(
+    "study",
+    [pytest.param(study, marks=[] if study == "peagle" else pytest.mark.slow) for study in STUDIES],
+)
+def test_every_arm_composes_and_changes_its_recipe(study: str) -> None:
+    info, arms = cpu_target().info, STUDIES[study]
+    assert next(iter(arms)) == RECIPE
+    settings = {
+        arm: load_settings(STAGES["train"], [EXPERIMENT, *words_of(study, arm, info.num_layers)])
+        for arm in arms
+    }
+    recipe = decisive(settings[RECIPE])
+    for arm, found in settings.items():
+        assert found.choices["head"] == study
+        assert (decisive(found) == recipe) == (arm == RECIPE), arm
+        with torch.device("meta"):
+            get_kind(found.head.kind).drafter_class(found.head.config, info)
+
+
+def test_taps_of_the_arms_exist_in_the_second_target() -> None:
+    layers = held_out_target.CONFIG["num_hidden_layers"]
+    found = {
+        word
+        for study, arms in STUDIES.items()
+        for arm in arms
+        for word in words_of(study, arm, layers)
+        if word.startswith("head.taps=")
+    }
+    assert len(found) > 2
+    for word in found:
+        taps = json.loads(word.removeprefix("head.taps="))
+        assert taps == sorted({*taps}) and all(0 < tap < layers for tap in taps)
 
 
 @pytest.mark.slow

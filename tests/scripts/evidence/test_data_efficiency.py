@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from heads.api.errors import UserError
 from inference.measure.metrics import Totals
 from scripts.evidence import answer_sets, data_efficiency, small_targets
-from scripts.evidence.data_efficiency import ARMS, Found, Measured, markdown, summary
+from scripts.evidence.data_efficiency import (
+    ARMS,
+    Found,
+    Measured,
+    found_in,
+    markdown,
+    require_same_sizes,
+    summary,
+)
 from scripts.evidence.small_targets import PLACES
 from tests.scripts.evidence.places import micro_place
 
@@ -102,6 +111,7 @@ def test_the_page_shows_a_kind_whatever_is_known_of_it() -> None:
     content: dict[str, Any] = {"settings": settings, "command": "a command", "kinds": {}}
     one = Found({1_000: trained(1_000, 1.5, 3.4e5)})
     content["kinds"]["first"] = summary("eagle3", one, SIZES)
+    assert "sums" in content["kinds"]["first"]["points"][0]
     page = "\n".join(markdown(content))
     assert "| first | 1,000 | 340 | 340,000 | 1.5" in page and page.count("| first |") == 1
     arms = {"repeated": trained(1_000, growing(1_500), 1.02e6)}
@@ -111,6 +121,55 @@ def test_the_page_shows_a_kind_whatever_is_known_of_it() -> None:
     assert "| first | **power** | 0.25 [" in page
     assert "| first | 1,000 answers, passed more often | 1,000 | 1,020,000 |" in page
     assert "Made by `a command`" in page
+
+
+def test_what_a_report_holds_is_found_again() -> None:
+    """Fits and arms of a later command are those of one command, also from a part of the sizes."""
+    arms = {"repeated": trained(1_000, growing(1_500), 1.02e6)}
+    whole = found_on(growing, **arms)
+    entry = json.loads(json.dumps(summary("eagle3", whole, SIZES)))
+    kept = found_in(entry)
+    again = summary("eagle3", kept, SIZES)
+    assert json.loads(json.dumps(again)) == entry
+    kept.curve[1_000] = whole.curve[1_000]  # measured again, after the others
+    assert json.loads(json.dumps(summary("eagle3", kept, SIZES))) == entry
+
+
+def test_arms_between_other_sizes_are_refused(tmp_path: Path) -> None:
+    arms = {"repeated": trained(1_000, growing(1_500), 1.02e6)}
+    kinds = {"eagle3": summary("eagle3", found_on(growing, **arms), SIZES)}
+    require_same_sizes(tmp_path / "report", kinds, [*SIZES, 60_000])
+    with pytest.raises(UserError, match=r"sizes \[1000, 3000\], .* would be \[500, 1000\]"):
+        require_same_sizes(tmp_path / "report", kinds, [500, *SIZES])
+
+
+def test_a_command_with_fewer_sizes_and_arms_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Known:
+        """Results without trainings."""
+
+        def __init__(self, *given: object) -> None: ...
+
+        def point(self, kind: str, size: int, seeds: object) -> Measured:
+            return trained(size, growing(size), 340.0 * size)
+
+        def arm(self, kind: str, arm: str, seeds: object) -> Measured:
+            return trained(1_000, growing(1_500), 340.0 * 3_000)
+
+    monkeypatch.setattr(data_efficiency, "Study", Known)
+    monkeypatch.setattr(data_efficiency, "require_answers", lambda _: None)
+    monkeypatch.setattr(data_efficiency, "answers_facts", lambda _: {})
+    out = tmp_path / "report"
+    words = ["--kinds", "eagle3", "--out", str(out), "--seeds", "0"]
+    assert data_efficiency.main([*words, "--sizes", *map(str, SIZES)]) == 0
+    whole = json.loads(out.with_suffix(".json").read_text())["kinds"]["eagle3"]
+    assert data_efficiency.main([*words, "--sizes", "3000", "--arms", "rounds"]) == 0
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert content["kinds"]["eagle3"] == whole
+    assert [*whole["arms"]] == [*ARMS] and len(whole["points"]) == 4
+    assert data_efficiency.main([*words, "--sizes", "500"]) == 2  # below the arms' sizes
+    assert data_efficiency.main([*words[:-1], "1", "--sizes", "3000"]) == 2  # another seed
 
 
 @pytest.mark.slow
@@ -138,7 +197,9 @@ def test_the_command_on_the_smallest_target(
     assert entry["arms"]["repeated"]["answers"] == 6
     assert entry["arms"]["flattest"]["answers"] == 12
     assert entry["arms"]["variations"]["answers"] == 12
-    assert entry["arms"]["rounds"]["answers"] == 18
+    assert entry["arms"]["rounds"]["answers"] == 12  # three rounds of 4 prompts each
+    stores = [path.name for path in (tmp_path / "work" / "trained").glob("features-*")]
+    assert len(stores) == 3  # one for each size
     page = out.with_suffix(".md").read_text()
 
     def refuse(*_: object, **__: object) -> None:

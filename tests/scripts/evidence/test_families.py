@@ -39,7 +39,9 @@ def run_folder(at: Path) -> Path:
 def test_the_table_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "REPORTS", tmp_path / "reports")
     (tmp_path / "reports").mkdir()
-    speeds = {"rows": [{"name": "good", "tokens_per_second": 1234.5}]}
+    speeds: dict[str, Any] = {"rows": [{"name": "good", "tokens_per_second": 1234.5}]}
+    speeds["settings"] = {"rows": 8}  # as in reports of earlier versions
+    monkeypatch.setattr(families, "experiment_rows", lambda: ["good", "absent", "slow"])
     (tmp_path / "reports" / "throughput.json").write_text(json.dumps(speeds))
     assert families.main([str(run_folder(tmp_path / "run"))]) == 0
     content = json.loads((tmp_path / "reports" / "families.json").read_text())
@@ -53,6 +55,8 @@ def test_the_table_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[1].startswith("| slow | 1.20 M | - | - | 2.75 [2.60, 2.90]")
     assert "0.75 | 0.69 | 1.80 [1.70, 1.90] | 82% | 256/256 |" in lines[0]
     assert "| good | 0.001: 1.50, 0.01: 2.50, 0.1: 2.00 |" in text
+    assert "\nNot measured: absent.\n" in text
+    assert "throughput.json, online, 8 rows a step" in text
     assert (tmp_path / "reports" / "families.png").stat().st_size > 10_000
     speeds["rows"][0]["tokens_per_second"] = 999.0
     (tmp_path / "reports" / "throughput.json").write_text(json.dumps(speeds))
@@ -80,10 +84,41 @@ def test_a_missing_measurement_is_named(tmp_path: Path) -> None:
         families.collect(run)
 
 
+def test_columns_above_temperature_0_name_their_rule() -> None:
+    used = {"temperature": 0.0, "rule": "match"}
+    settings = {"chain": used, "tree": used}
+    for name, rule in (("sampled", "block"), ("sampled_tree", "traversal")):
+        settings[name] = {"temperature": 1.0, "rule": rule}
+    assert families.titles({"settings": settings}) == [
+        "tau chain, T=0",
+        "tau tree, T=0",
+        "tau chain, T=1 (rule block)",
+        "tau tree, T=1 (rule traversal)",
+    ]
+
+
+def test_kept_rows_that_were_trained_otherwise_are_marked(tmp_path: Path) -> None:
+    content = families.collect(run_folder(tmp_path))
+    (good,) = (row for row in content["rows"] if row["name"] == "good")
+    training = good["trainings"][0]
+    rows = [
+        good | {"name": "alike"},
+        good | {"name": "shorter", "trainings": [training | {"steps": 3}]},
+        good | {"name": "other", "trainings": [training | {"optimiser": "muon"}]},
+    ]
+    found = families.keep(content, {**content, "rows": [*content["rows"], *rows]})
+    marks = {row["name"]: row.get("trained_otherwise", False) for row in found["rows"]}
+    assert [name for name, marked in marks.items() if marked] == ["shorter", "other"]
+    page = "\n".join(families.markdown(found))
+    assert "| shorter | 1.20 M | 3 * |" in page and "| alike | 1.20 M | 7 |" in page
+    assert "do not compare with the other rows: shorter, other." in page
+
+
 def test_rows_of_an_earlier_run_are_kept_beside_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(families, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(families, "experiment_rows", lambda: ["good", "slow"])
     (tmp_path / "reports").mkdir()
     run = run_folder(tmp_path / "run")
     assert families.main([str(run)]) == 0

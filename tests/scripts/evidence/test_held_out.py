@@ -3,6 +3,10 @@ families."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import held_out
@@ -35,3 +39,13 @@ def test_rows_are_those_of_the_families() -> None:
     sweep = load_settings(STAGES["loop"], ["experiment=families"]).loop.sweep
     assert set(held_out.ROWS) <= set(sweep)
     assert {name for pair in held_out.ORDER for name in pair} <= set(held_out.ROWS)
+
+
+def test_the_target_and_its_answers_can_be_made_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[str] = []
+    monkeypatch.setattr(held_out.held_out_target, "make", lambda work, *_: work / "target")
+    monkeypatch.setattr(held_out.common, "run_on_target", lambda stage, *_: stages.append(stage))
+    assert held_out.main(["--answers-only", "--work", str(tmp_path)]) == 0
+    assert stages == ["generate"]

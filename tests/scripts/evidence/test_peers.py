@@ -4,15 +4,17 @@ by what decided it, and a kind's rows take the place of its earlier ones."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference.manifest import write_json
-from scripts.evidence import peers
+from scripts.evidence import peers, sides
+from scripts.evidence.common import settings_of
 from scripts.evidence.peers import Contest
-from scripts.evidence.small_targets import PLACES, Place
+from scripts.evidence.small_targets import EXPERIMENT, PLACES, Place
 from tests.train.micro_run import prepare
 
 
@@ -36,9 +38,47 @@ def test_their_training_is_done_again_with_other_flags(
     monkeypatch.setattr(contest, "train_theirs", train)
     first = contest.trained("eagle3", "speculators", 1e-3, 0)
     assert contest.trained("eagle3", "speculators", 1e-3, 0) == first
-    assert done == [("eagle3", ["--lr", "0.001"], 0)]
-    monkeypatch.setattr(peers, "EPOCHS", 3)
+    sizes = ["--num-layers", "1", "--full-attention-indices", "0"]
+    assert done == [("eagle3", [*sizes, "--lr", "0.001", "--muon-lr", "0.001"], 0)]
+    other = "float32" if contest.setting.dtype == "bfloat16" else "bfloat16"
+    contest.setting = replace(contest.setting, dtype=other)
     assert contest.trained("eagle3", "speculators", 1e-3, 0) != first
+    monkeypatch.setattr(peers, "EPOCHS", 3)
+    contest.setting = replace(contest.setting, dtype=sides.fast_dtype())
+    assert contest.trained("eagle3", "speculators", 1e-3, 0) != first
+    assert len(done) == 3
+
+
+def test_p_eagle_has_the_same_sizes_on_both_sides(place: Place, tmp_path: Path) -> None:
+    contest = Contest("python", place, tmp_path, 1, 1)
+    head = settings_of("train", EXPERIMENT, *peers.OURS["peagle"]).head.config
+    words = " ".join(contest.their_flags("peagle"))
+    assert f"--num-layers {head.num_layers} " in words
+    assert words.endswith(f"--num-depths {head.depths} --max-anchors {peers.TOKENS}")
+
+
+def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contest = Contest("python", place, tmp_path, 1, 1)
+    scores = {"ours": peers.RATES[-1], "speculators": peers.RATES[1]}
+    facts = {"steps": 5, "tokens": 1000, "trained_weights": 2_000_000}
+    told = {"optimizer": "muon", "scheduler_type": "linear", "loss_fn": "kl_div"}
+    theirs = facts | {"validation": {"loss_epoch": 1.25}, "settings": told}
+
+    def best(kind: str, side: str) -> tuple[dict[float, float], list[Path]]:
+        return {rate: float(rate == scores[side]) for rate in peers.RATES}, [Path(side)]
+
+    monkeypatch.setattr(contest, "best", best)
+    monkeypatch.setattr(contest, "measured", lambda _: [])
+    monkeypatch.setattr(contest, "facts", lambda at: facts if at.name == "ours" else theirs)
+    _, trainings = peers.compare(contest, "eagle3")
+    assert trainings["ours"]["at_edge"] and not trainings["speculators"]["at_edge"]
+    content = {"rows": [], "trainings": {"embedded": {"eagle3": trainings}}}
+    content |= {"settings": {"dtype": "float32"}, "command": "c"}
+    page = "\n".join(peers.markdown(content))
+    assert "| embedded | eagle3 | ours | 0.03 (edge) | 5 | 1,000 | 2.00 M | - | - |" in page
+    assert "| 0.003 | 5 | 1,000 | 2.00 M | 1.250 | muon, linear, kl_div |" in page
 
 
 def test_the_report_keeps_other_kinds_and_says_its_command(
@@ -49,7 +89,7 @@ def test_the_report_keeps_other_kinds_and_says_its_command(
     def compare(contest: Contest, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         side = {"tau": 2.0, "tau_ci95": [1.9, 2.1]}
         row = {"temperature": 0.0, "rule": "match", "depth": 3, "ours": side, "theirs": side}
-        facts = {"rate": 1e-3, "steps": 5}
+        facts = {"rate": 1e-3, "at_edge": True, "steps": 5, "tokens": 9, "trained_weights": 7}
         return [{**row, "ratio": 1.0, "ratio_ci95": [0.9, 1.1]}] * 2, {"ours": facts}
 
     monkeypatch.setattr(peers, "compare", compare)

@@ -4,6 +4,7 @@ from the report."""
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,34 @@ def test_figures_are_ratios_of_sums_behind_the_warm_up() -> None:
     assert found["shares"]["drafter"] == 2.75 / 4
     assert found["loader_wait_seconds"] == 1.0
     assert found["mfu"] == pytest.approx((0.5 * 1 + 0.1 * 3) / 4)
+
+
+def test_finished_rows_stay_and_are_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def train(name: str, overrides: object, given: object) -> dict[str, Any]:
+        measured.append(name)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return {"peak_memory_bytes": 1, "tokens_per_second": float(len(measured)), "mfu": 0.5}
+
+    monkeypatch.setattr(throughput, "train_briefly", train)
+    monkeypatch.setattr(throughput, "family_recipes", lambda: {"a": [], "b": [], "c": []})
+    monkeypatch.setattr(throughput, "git_state", lambda: {"revision": "r", "diff": ""})
+    words = ["--answers", str(tmp_path), "--out", str(tmp_path / "report.json")]
+    with pytest.raises(KeyboardInterrupt):
+        throughput.main(words)
+    assert throughput.main(words) == 0
+    assert measured == ["a", "b", "b", "c"]  # goes on where it was interrupted
+    assert throughput.main([*words, "--only", "b", "--steps", "9"]) == 0
+    rows = {row["name"]: row for row in read_json(tmp_path / "report.json")["rows"]}
+    assert measured[4:] == ["b"] and [*rows] == ["a", "b", "c"]
+    assert (rows["a"]["settings"]["steps"], rows["b"]["settings"]["steps"]) == (24, 9)
+    assert rows["a"]["settings"]["rows"] == 2  # as the experiment
+    assert throughput.main(words) == 0
+    assert measured[5:] == ["b"]  # measured with other settings
 
 
 def test_every_row_of_the_families_is_measured_and_composes() -> None:

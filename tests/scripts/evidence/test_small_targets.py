@@ -3,6 +3,9 @@ again."""
 
 from __future__ import annotations
 
+import argparse
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,21 @@ import pytest
 from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.measure.metrics import Totals
-from scripts.evidence.small_targets import Bench, Place, compared
+from scripts.evidence import small_targets
+from scripts.evidence.common import settings_of
+from scripts.evidence.small_targets import (
+    EXPERIMENT,
+    Bench,
+    Place,
+    begin,
+    compared,
+    decisive,
+    digest,
+    put_rows,
+    save,
+)
 from scripts.tools.common import TARGET, VALIDATION
+from tests.scripts.evidence.places import micro_place
 
 
 def totals(committed: list[float], passes: list[float]) -> Totals:
@@ -73,6 +89,77 @@ def test_a_training_is_done_once_and_again_after_an_interruption(tmp_path: Path)
     assert bench.facts(checkpoint) == {"steps": 7}
     assert bench.once("a", ["another"], train) != checkpoint
     assert len(calls) == 3
+
+
+def test_paired_seeds_are_drawn_together() -> None:
+    """Sides whose seeds differ in the same way have a ratio without an interval."""
+    passes = [10.0] * 4
+    mine = [totals([10 * (1 + 2 * gain)] * 4, passes) for gain in (0.5, 1.0, 1.5)]
+    other = [totals([10 * (1 + gain)] * 4, passes) for gain in (0.5, 1.0, 1.5)]
+    paired, apart = compared(mine, other, paired=True), compared(mine, other)
+    assert paired["ratio"] == apart["ratio"] == pytest.approx(2.0)
+    assert paired["ratio_ci95"] == pytest.approx([2.0, 2.0])
+    assert apart["ratio_ci95"][0] < 1.9 and apart["ratio_ci95"][1] > 2.1
+
+
+def test_what_decides_a_training_has_all_defaults() -> None:
+    """A default that changes changes the key; settings that only show or keep things do not."""
+    first = settings_of("train", EXPERIMENT, "head=medusa")
+    key = digest(decisive(first))
+    assert decisive(first)["optim"]["momentum"] == first.optim.momentum
+    assert digest(decisive(settings_of("train", EXPERIMENT, "head=medusa", "train.keep=3"))) == key
+    changed = [
+        settings_of("train", EXPERIMENT, "head=medusa", "head.num_heads=2"),
+        first.put(optim=replace(first.optim, momentum=0.9)),
+        first.put(schedule=replace(first.schedule, warmup=0.1)),
+        first.put(features=replace(first.features, format="int8")),
+        first.put(engine=replace(first.engine, precision="float16")),
+    ]
+    keys = {digest(decisive(other)) for other in changed}
+    assert len(keys) == len(changed) and key not in keys
+
+
+def test_rows_of_other_settings_are_refused(tmp_path: Path) -> None:
+    given = argparse.Namespace(out=tmp_path / "report", prompts=48, command="c")
+    settings = {"seeds": (0, 1), "rates": (0.1,)}
+    content = begin(given, settings)
+    put_rows(content, [{"name": "a"}], ("name",))
+    save(given, content, settings, lambda found: [f"{len(found['rows'])} rows"])
+    assert begin(given, settings)["rows"] == [{"name": "a"}]
+    with pytest.raises(UserError, match=r"measured with seeds \[0, 1\] \(now \[0\]\)"):
+        begin(given, {**settings, "seeds": (0,)})
+    with pytest.raises(UserError, match=r"prompts 48 \(now 8\)"):
+        begin(argparse.Namespace(**{**vars(given), "prompts": 8}), settings)
+    with pytest.raises(UserError, match="another --out"):
+        save(given, content, {**settings, "rates": (0.2,)}, lambda _: [])
+
+
+def test_a_store_serves_what_it_holds_and_the_disk_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = micro_place(tmp_path)
+    bench = Bench(place, tmp_path / "work", 1, 2, ["eagle3"])
+    made: list[tuple[str, ...]] = []
+    monkeypatch.setattr(small_targets, "run_on_target", lambda *words, **_: made.append(words))
+
+    def features(*words: str) -> list[str]:
+        return bench.features(settings_of("train", EXPERIMENT, *words), place.answers)
+
+    first = features("head=eagle3")
+    assert first[:2] == ["features=store", "features.format=fp32"]
+    assert features("head=eagle3", "optim.lr=1e-4") == first
+    assert len(made) == 1  # one store for all trainings
+    assert features("head=eagle3", "head.taps=[0]") == []  # which the store does not hold
+    assert features("head=eagle3", "features.format=int8")[1] == "features.format=int8"
+    assert features("head=eagle3", "train.sequence_length=256")[2] != first[2]
+    assert len(made) == 3
+    usage = shutil.disk_usage(tmp_path)._replace(free=small_targets.RESERVE_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert features("head=eagle3") == first  # it is there
+    assert features("head=eagle3", "train.sequence_length=128") == []
+    assert "has no room" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"has no room .* features\.format=int4 needs it"):
+        features("head=eagle3", "features.format=int4")
 
 
 def test_missing_answers_are_named_with_the_command_that_makes_them(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
+from inference.decoding.requests import Request
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
@@ -30,9 +32,11 @@ from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures
 from train.features.make import make_features
 from train.features.store.writer import StoreJob, write_features
+from train.generate.backends.servers import ServerPool
 from train.generate.config import GenerateConfig
 from train.generate.run import generate
 from train.generate.sampling import SamplingConfig
+from train.generate.target_facts import TargetFacts
 
 ROWS, LIMIT, LAYERS = 12, 10, (0, 1, 2)
 NEEDS = FeatureSpec((0, 1), last_hidden=True, logits=True)
@@ -172,6 +176,56 @@ def test_what_fails_is_asked_for_again_and_a_run_continues(
         assert answered(stub, prompts, config, out)["states"]["missing"] == 0
         assert not stub.faults
     assert require_equal(*reading(out, target, 96), target) > 50
+
+
+def test_a_file_that_comes_after_its_request_failed_is_deleted_while_others_are_answered(
+    config: TargetConfig, target: TargetModel, tmp_path: Path
+) -> None:
+    facts, names = TargetFacts.load(config), list[str]()
+    with serving(target, tmp_path / "left", longest=200) as stub:
+        answer = stub.answer
+
+        def named(handler: Any, body: dict[str, Any]) -> None:
+            names.append(handler.headers["X-Request-Id"])
+            answer(handler, body)
+
+        stub.answer = named  # type: ignore[method-assign]
+        pool = ServerPool(sampling(stub, concurrency=1), facts, tmp_path / "out")
+        stub.faults += [500]
+        first = pool.sample([Request(0, (5, 6, 7), 0, LIMIT)])
+        next(first)
+        assert not any(stub.folder.glob("*.safetensors")), "the probe's file has gone"
+        _, failed, _ = names
+        late = stub.folder / f"cmpl-{failed}-0-1a2b3c4d.safetensors"
+        late.write_bytes(b"late")
+        second = pool.sample([Request(1, (5, 6, 8), 0, LIMIT)])
+        next(second)
+        # the ends of these, which delete every file, are still to come
+        assert not late.exists()
+        first.close()
+        second.close()
+        assert len([*(tmp_path / "out" / STATES).iterdir()]) == 2
+
+
+def test_a_folder_without_room_is_named_before_anything_is_asked_for(
+    config: TargetConfig,
+    target: TargetModel,
+    prompts: DataConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Room for one answer fewer than four at once may need: three layers of 32 values."""
+    answer = LIMIT * 3 * 32 * 2
+    with serving(target, tmp_path / "left", longest=200) as stub:
+        for free, fits in ((4 * answer - 1, False), (4 * answer, True)):
+            usage = SimpleNamespace(free=free)
+            monkeypatch.setattr("train.generate.states.shutil.disk_usage", lambda _, u=usage: u)
+            if fits:
+                answered(stub, prompts, config, tmp_path / "generate")
+                continue
+            with pytest.raises(UserError, match=r"sampling\.states '.*lower sampling\.concurrency"):
+                answered(stub, prompts, config, tmp_path / "generate")
+            assert not stub.requests
 
 
 @pytest.mark.parametrize(

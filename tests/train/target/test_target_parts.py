@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from inference.manifest import read_manifest
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.heads.recipes import WITH_WEIGHTS, recipe
+from tests.inference.export.ground import save_target
+from tests.inference.target.test_packed_target import quantised_target
 from tests.inference.tokenizers import tiny_tokenizer
 from tests.models import save_random_target
 from tests.train import launch
@@ -165,6 +168,37 @@ def test_a_hub_repository_is_asked_for_the_files_that_are_needed_alone(
     gone = next(name for name, place in places.items() if place not in kept)
     with pytest.raises(UserError, match=r"someone/tiny.*model-.*safetensors"):
         parts.weights.state[gone]
+
+
+@pytest.mark.parametrize("form", ["int8", "nvfp4", "modelopt_fp8", "fp8 blocks"])
+def test_the_plain_weights_of_a_quantised_target_are_read(tmp_path: Path, form: str) -> None:
+    folder = save_target(tmp_path / "target")
+    plain = load_parts(config_of(folder))
+    if form == "fp8 blocks":
+        in_fp8_blocks(folder)
+    else:
+        quantised_target(folder, form)
+    parts = load_parts(config_of(folder), norm=True)
+    assert torch.equal(parts.weights.embedding, plain.weights.embedding)
+    assert torch.equal(parts.weights.lm_head, plain.weights.lm_head)
+    assert parts.final_norm is not None
+    assert parts.info == replace(plain.info, revision=parts.info.revision)
+    norm = "model.layers.1.input_layernorm.weight"
+    assert torch.equal(parts.weights.state[norm], plain.weights.state[norm])
+    with pytest.raises(UserError, match=r"down_proj\.weight is quantised in its files"):
+        parts.weights.state["model.layers.1.mlp.down_proj.weight"]
+
+
+def in_fp8_blocks(folder: Path) -> None:
+    """Replace a target's linear layers by fp8 with one scale per block, as DeepSeek's files."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [each for each in tensors if each.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
@@ -372,14 +406,6 @@ def test_files_that_cannot_be_read_in_parts_are_named(
     torch.save(tensors, folder / "pytorch_model.bin")
     with pytest.raises(
         UserError, match=r"has neither model\.safetensors nor .*trainer_target=whole"
-    ):
-        load_parts(config_of(folder))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "gptq"}})
-    )
-    with pytest.raises(
-        UserError, match=r"packed \(quantised\) weights, which cannot be read in parts"
     ):
         load_parts(config_of(folder))
     with pytest.raises(UserError, match=r"features\.trainer_target 'half' is unknown"):

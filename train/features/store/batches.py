@@ -25,6 +25,7 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from train.data.loader import PackedBatch
 from train.features.store.codec import decode, encode
+from train.features.store.copies import copies_to
 from train.features.store.layout import LAST, TOP
 
 Content = dict[str, dict[str, Tensor]]
@@ -47,8 +48,7 @@ def batch_on(packed: PackedBatch, device: torch.device) -> TrainBatch:
     """The rows on a device, without features; the seeds stay on the host, where they are read."""
     parts: dict[str, Any] = packed.tensors()
     seeds = parts.pop("seeds")
-    moved = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
-    return TrainBatch(**moved, seeds=seeds)
+    return TrainBatch(**copies_to(device)(parts), seeds=seeds)
 
 
 def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: Logits) -> Content:
@@ -122,34 +122,38 @@ def decode_batch(
     logits: Logits,
 ) -> TrainBatch:
     """`packed` on `device` with the features in `content`, as `OnlineFeatures.batch` returns it."""
-    batch = batch_on(packed, device)
+    things = [f"tap.{tap}" for tap in needs.taps]
+    if needs.last_hidden or needs.logits:
+        things.append(TOP if form.top_logits else LAST)
+    # all copies are submitted before the first operation that waits for the device
+    batch, copy = batch_on(packed, device), copies_to(device)
+    there = {thing: copy(content[thing]) for thing in things}
     places = batch.segments > 0
 
-    def whole(parts: Mapping[str, Tensor]) -> Tensor:
-        there = {name: part.to(device, non_blocking=True) for name, part in parts.items()}
-        return decode(there, form.fmt, form.hidden, dtype)
+    def whole(thing: str) -> Tensor:
+        return decode(there.pop(thing), form.fmt, form.hidden, dtype)
 
     taps = None
     if needs.taps:
         taps = torch.zeros(*places.shape, len(needs.taps), form.hidden, dtype=dtype, device=device)
         for number, tap in enumerate(needs.taps):
-            taps[:, :, number][places] = whole(content[f"tap.{tap}"])
+            taps[:, :, number][places] = whole(f"tap.{tap}")
     last, word = None, logits
     if needs.last_hidden or needs.logits:
         if form.top_logits:
-            last, word = packed_top(content[TOP], places), top_word(form)
+            last, word = packed_top(there.pop(TOP), places), top_word(form)
         else:
             last = torch.zeros(*places.shape, form.hidden, dtype=dtype, device=device)
-            last[places] = whole(content[LAST])
+            last[places] = whole(LAST)
     batch.taps, batch.last_hidden, batch.target_logits = taps, last, word if needs.logits else None
     return batch
 
 
 def packed_top(parts: Mapping[str, Tensor], places: Tensor) -> Tensor:
-    """[B, T, 2 k + 1] float32: log-probabilities, ids (exact below 2^24), logsumexp."""
-    device = places.device
-    values, ids, total = (parts[name].to(device).float() for name in ("values", "ids", "logsumexp"))
-    full = torch.zeros(*places.shape, 2 * values.shape[1] + 1, device=device)
+    """Parts on the device of `places` [B, T] bool -> [B, T, 2 k + 1] float32: log-probabilities,
+    ids (exact below 2^24), logsumexp."""
+    values, ids, total = (parts[name].float() for name in ("values", "ids", "logsumexp"))
+    full = torch.zeros(*places.shape, 2 * values.shape[1] + 1, device=places.device)
     full[places] = torch.cat([values, ids, total[:, None]], 1)
     return full
 

@@ -25,6 +25,7 @@ import httpx
 
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
+from inference.engines.client import LONGEST_WAIT, asked_wait
 from train.features.servers import FailureError
 from train.generate.backends import protocols
 from train.generate.backends.protocols import PROBE, BadAnswerError, Json, OpenAI, Protocol, SGLang
@@ -35,7 +36,6 @@ from train.generate.turns import Refused
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT = 60.0
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 BUSY = frozenset({429, 503})
 REFUSING = frozenset({400, 413, 422})
@@ -304,6 +304,4 @@ class ServerPool:
         if status in (401, 403):
             variable = self.sampling.key_variable
             raise UserError(f"it wants a valid key; put it into the variable {variable}: {reason}")
-        after = answer.headers.get("Retry-After", "")
-        wait = min(LONGEST_WAIT, float(after)) if after.replace(".", "", 1).isdigit() else None
-        raise ServerError(reason, status, wait)
+        raise ServerError(reason, status, asked_wait(answer.headers.get("Retry-After", "")))

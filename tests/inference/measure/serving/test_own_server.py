@@ -3,6 +3,7 @@ engine did."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from heads.api.checkpoint import new_drafter
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.decoding.loading import load_drafter
+from inference.decoding.structured.constraint import Constraint
 from inference.measure.config import BenchConfig, split_prompts
 from inference.measure.datasets import Loaded
 from inference.measure.prompts import Prompt, to_requests
@@ -22,6 +25,7 @@ from inference.target.model import TargetModel
 from tests.inference.server.running import serving
 from tests.inference.tokenizers import save_micro_target
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
 TOKEN = "a-token-for-the-tests"
 WORDS = ("add", "two", "numbers", "list", "items", "function", "hello", "bye")
 
@@ -68,3 +72,37 @@ def test_the_measurement_is_what_the_engine_did(
         kept = [token for token in one.tokens if token not in target.eos_token_ids]
         text = target.tokenizer.decode(kept, skip_special_tokens=True)
         assert texts[chosen[one.request.index].id] == text
+
+
+def test_schemas_hold_and_prompts_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    folder = save_micro_target(tmp_path / "micro", positions=96)
+    target = TargetModel.load(TargetConfig(str(folder), dtype="float64", device="cpu"))
+    drafter = load_drafter("ngram", target)
+    decode = DecodeConfig(batch_size=2, depth=2, max_new_tokens=24)
+    rows = [("a", "add"), ("b", "list"), ("long", "add two numbers " * 40), ("warm", "bye")]
+    schema = Constraint.schema(SCHEMA)
+    prompts = [
+        Prompt(name, "own", messages=({"role": "user", "content": text},), constraint=schema)
+        for name, text in rows
+    ]
+    texts: dict[str, str] = {}
+    with serving(Engine(target, drafter, decode)) as running:
+        for api in ("chat", "completions"):
+            bench = BenchConfig(
+                prompts="own",
+                prompts_per_domain=4,
+                repeats=1,
+                server=running.base,
+                serving=ServingConfig(api=api),  # type: ignore[arg-type]
+            )
+            report = measure_server(
+                *(bench, decode, Loaded(prompts, "own", ""), tmp_path / api),
+                tokenizer=target.tokenizer,
+                texts=texts,
+            )
+            assert report.run.prompts["overlong"] == ["long"]
+            assert set(texts) == {"a", "b"} and report.settings.prompts == 2
+            for text in texts.values():
+                assert set(json.loads(text)) == {"a"}
+            texts.clear()

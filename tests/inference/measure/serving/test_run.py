@@ -4,6 +4,7 @@ most."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.engines.client import Answer
+from inference.engines.client import LONGEST_WAIT, Answer, asked_wait
 from inference.engines.counters import Acceptance
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded
@@ -247,6 +248,23 @@ def test_a_window_that_failed_is_measured_again(fault: Any, tmp_path: Path) -> N
     assert cell(report).passes == sum(passes for _, passes in known)
 
 
+def test_a_server_may_ask_for_a_minute_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, sleep = [], asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("inference.measure.serving.windows.asyncio.sleep", note)
+    with serving(faults=deque([503]), retry_after="86400") as stub:
+        measure(tmp_path / "out", stub)
+    assert LONGEST_WAIT in waits and max(waits) == LONGEST_WAIT == 60.0
+    assert asked_wait("0.5") == 0.5 and asked_wait("3601") == 60.0
+    assert asked_wait("") is asked_wait("Fri, 31 Dec 2027 23:59:59 GMT") is asked_wait("²") is None
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -286,6 +304,15 @@ def test_a_server_that_tells_too_little(
 ) -> None:
     with serving(**settings) as stub:
         assert words in refused(tmp_path, stub, **own)
+
+
+def test_metrics_that_want_a_key_are_none(tmp_path: Path) -> None:
+    with serving(shut=True, steps=0.02) as stub:
+        report = measure(tmp_path / "out", stub)
+        assert report.server is not None and report.server.speculative.source == "chunks"
+        for own in ({"acceptance": "counters"}, {"metrics": f"{stub.base}/metrics"}):
+            with pytest.raises(UserError, match="wants a valid key"):
+                measure(tmp_path / "other", stub, **own)
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
