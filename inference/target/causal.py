@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, fused: bool, scaling: floa
     shares = groups > 1 and (fused or query.device.type == "cpu")
     if groups > 1 and not shares:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    more = {"scale": scaling, "enable_gqa": shares}
+    more: dict[str, Any] = {"scale": scaling, "enable_gqa": shares}
     if nodes == keys:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, **more)
     else:

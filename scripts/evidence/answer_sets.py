@@ -38,8 +38,8 @@ from inference.manifest import (
 )
 from inference.measure.metrics import Floats
 from inference.target.model import TargetModel
-from scripts.evidence.common import run_on_target
-from scripts.evidence.small_targets import Bench, answers_facts, digest
+from scripts.evidence.common import run_on_target, settings_of
+from scripts.evidence.small_targets import EXPERIMENT, Bench, answers_facts, digest
 from scripts.stages.loop.plan import TOKEN_ROWS
 from train.data.answers import DONE, SHARD_SCHEMA, SHARDS, AnswerRow, parquet_bytes, read_answers
 from train.data.masks import mask_of
@@ -126,7 +126,8 @@ class AnswerSets:
         words = ["data=embedded", f"data.path={prompts}", *overrides]
         words += [f"data.{key}={value}" for key, value in TOKEN_ROWS.items()]
         words += [f"run.threads={self.bench.threads}"]
-        run = self.folder / f"{name}-{digest([overrides, file_sha256(prompts)])}"
+        sampling = settings_of("generate", EXPERIMENT, *overrides).with_defaults["sampling"]
+        run = self.folder / f"{name}-{digest([overrides, sampling, file_sha256(prompts)])}"
         if not (run / "generate" / MANIFEST_FILE).is_file():
             run_on_target("generate", self.bench.place.target, run, *words)
         return run / "generate"

@@ -220,7 +220,8 @@ class Study(Bench):
             }
 
         settings = settings_of("loop", "experiment=[embedded_loop]", *words)
-        key = [decisive(settings), answers_facts(start)]
+        # the draft decides which tokens are rejected
+        key = [decisive(settings), settings.with_defaults["decode"], answers_facts(start)]
         return self.once(f"{kind}-{IN_ROUNDS}-{seed}", key, run)
 
 

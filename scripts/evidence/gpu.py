@@ -1,6 +1,7 @@
-"""Acceptance of a device: `python -m scripts.evidence.gpu correctness|speed|training --out FOLDER`.
+"""Acceptance of a device: `python -m scripts.evidence.gpu correctness|speed|contexts|training --out
+FOLDER`.
 
-Each of the three runs takes at most ten minutes on a GPU of the H100 class, needs no network and no
+Each of the four runs takes at most ten minutes on a GPU of the H100 class, needs no network and no
 package beside torch, transformers, triton and pytest, and writes a file per part as soon as the
 part ends. The status is 0 if every part ran and passed its limits, else 1. `--size tiny` runs the
 same parts on toy shapes, for a CPU. docs/gpu.md describes the parts.
@@ -16,13 +17,14 @@ from pathlib import Path
 from heads.api.errors import UserError, suggest
 from inference.target.loading import DTYPES, pick_device
 from scripts.evidence.acceptance import correctness, speed, training
-from scripts.evidence.acceptance.parts import Part, Setting, run_parts
+from scripts.evidence.acceptance.parts import CALL_SECONDS, Part, Setting, run_parts
 from scripts.evidence.acceptance.shapes import SIZES
 from scripts.tools.common import command
 
 STAGES: Mapping[str, Sequence[Part]] = {
     "correctness": correctness.PARTS,
     "speed": speed.PARTS,
+    "contexts": speed.CONTEXTS,
     "training": training.PARTS,
 }
 
@@ -58,7 +60,7 @@ main = command(
     device="auto",
     dtype={"choices": sorted(DTYPES), "help": "default: bfloat16 on a GPU, float32 elsewhere"},
     size={"choices": sorted(SIZES), "help": "default: full on a GPU, tiny elsewhere"},
-    seconds=(570.0, "parts that would end later are not begun"),
+    seconds=(CALL_SECONDS, "parts that would end later are not begun"),
     jobs=(1, "parts that measure no time run so many at once, in processes of their own"),
     only={"nargs": "*", "metavar": "PART", "help": "parts to run; default: all"},
 )

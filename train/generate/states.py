@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +20,9 @@ from pydantic import AliasPath, BaseModel, Field, ValidationError
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from inference.decoding.requests import Completion
-from inference.target.memory import gib
 from train.data.states import write_states
 from train.features.servers import FailureError
-from train.features.vllm.states_file import NAME, evict_of, read_states, sweep
+from train.features.vllm.states_file import NAME, evict_of, read_states, require_room, sweep
 from train.generate.backends.protocols import Json
 from train.generate.sampling import SamplingConfig
 
@@ -80,13 +78,7 @@ class StatesKeeper:
         longest = min(sampling.max_new_tokens, info.max_position_embeddings)
         answer = longest * self.shape[0] * self.shape[1] * LEAST_BYTES
         needed = answer * sampling.concurrency * len(sampling.servers)
-        free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else needed
-        if free < needed:
-            raise UserError(
-                f"sampling.states '{self.folder}' has {gib(free)} free, but the answers that are "
-                f"asked for at once may take {gib(needed)}. Make room, name another folder (also "
-                "in the server's shared_storage_path), or lower sampling.concurrency."
-            )
+        require_room(self.folder, needed, "sampling", "answers")
 
     def request_id(self) -> str:
         """A name for a request, after which its file is named. Deletes the files of earlier ones
@@ -101,13 +93,8 @@ class StatesKeeper:
                 if thread in (mine, self._maker) or not thread.is_alive()
             ]
             self._abandoned |= {self._open.pop(thread) for thread in ended}
-            earlier = list(self._abandoned)
+            self._abandoned -= evict_of(self.folder, self._name, self._abandoned)
             request = self._open[mine] = f"{self._name}{next(self._numbers)}"
-        # one listing, since most of those that failed never leave a file
-        there = " ".join(path.name for path in self.folder.glob(f"*{self._name}*"))
-        for each in earlier:
-            if each in there and evict_of(self.folder, each):
-                self._abandoned.discard(each)
         return request
 
     def keep(self, answer: Json, completion: Completion) -> None:

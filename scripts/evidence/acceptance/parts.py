@@ -25,6 +25,9 @@ from scripts.evidence.acceptance.shapes import Sizes
 
 Facts = dict[str, Any]
 """The measured values of a part, as JSON values."""
+CALL_SECONDS = 570.0
+"""A call's time: ten minutes, less the start of Python. The parts of a command take no longer
+together."""
 
 
 @dataclass(frozen=True)

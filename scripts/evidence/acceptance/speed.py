@@ -1,5 +1,5 @@
 """Measures how close a device decodes to its memory bandwidth: the parts of `python -m
-scripts.evidence.gpu speed`.
+scripts.evidence.gpu speed` and, behind longer contexts, of `contexts`.
 
 Targets have the shape of Llama-3.1-8B and Qwen3-8B and random weights (shapes.py). Every figure is
 compared with an external one: transformers' `generate` with a static cache, the bandwidth of a
@@ -42,6 +42,8 @@ PLAIN_SHARE = 0.65
 """Share of the bandwidth that plain decoding of an 8B model with compiled layers must reach."""
 GAP_SHARE = 0.05
 """Largest share of a replayed step without a running kernel."""
+MEMORY_SHARE = 0.92
+"""Share of the device's memory that weights, cache and features may take."""
 DEPTH = 5
 LLAMA, QWEN = "llama31_8b", "qwen3_8b"
 TOY_KERNELS = bench_kernels.Sizes(4, 2, 16, 2, 64, 256, ((1, 64),), (1, 4), (64,), 1 << 16, 4)
@@ -88,6 +90,8 @@ def bandwidth(setting: Setting) -> Found:
 def decoding(setting: Setting, name: str, context: int, rows: int, which: Which) -> Found:
     """Steps and tokens per second of some arms, see `Which`."""
     target = target_of(setting, name)
+    if excess := too_large(setting, target, context, rows):
+        return Found({"context": context, "rows": rows, "not measured": excess})
     requests = draw_requests(setting, target, context, rows)
     facts: list[Facts] = []
     checks: list[Check] = []
@@ -102,6 +106,21 @@ def decoding(setting: Setting, name: str, context: int, rows: int, which: Which)
     if which != "usual":
         found["estimated_ms"] = estimates(name, which == "compiled")
     return Found(found, checks)
+
+
+def too_large(setting: Setting, target: TargetModel, context: int, rows: int) -> str:
+    """Why rows of this length do not fit in the device's memory; empty if they do. Three taps and
+    the last hidden state of all prompts are held, and once more while chunks are joined."""
+    if not setting.on_gpu:
+        return ""
+    weights = sum(parameter.nbytes for parameter in target.model.parameters())
+    states = 2 * 4 * target.info.hidden_size * setting.dtype.itemsize
+    slots = rows * (context + setting.sizes.tokens + 64 + max(setting.sizes.nodes))
+    needed = weights + slots * (target.cache_sizes().slot + states)
+    there = torch.cuda.get_device_properties(setting.device).total_memory
+    if needed <= MEMORY_SHARE * there:
+        return ""
+    return f"{needed / 1e9:.0f} GB are needed, the device has {there / 1e9:.0f}"
 
 
 def estimates(name: str, compiled: bool) -> Facts:
@@ -336,13 +355,19 @@ PARTS: Sequence[Part] = (
     Part("synchronisations", synchronisations, 20, timed=True),
     Part("trace", trace, 30, timed=True),
     Part("generate", generate, 60, timed=True),
-    Part("llama-8k", _decoding(LLAMA, 1, 0), 60, timed=True),
-    Part("llama-32k", _decoding(LLAMA, 2, 0), 90, timed=True),
     Part("llama-8-rows", _decoding(LLAMA, 0, 1), 30, timed=True),
     Part("llama-32-rows", _decoding(LLAMA, 0, 2), 45, timed=True),
     Part("llama-compiled", _decoding(LLAMA, 0, 0, "compiled"), 90, timed=True),
     Part("qwen", _decoding(QWEN, 0, 0), 90, timed=True),
     Part("kernels", kernels, 90, timed=True),
 )
-"""Compiling merges weights of the target, so compiled parts run after the others; then the target's
-shape changes."""
+"""Behind short contexts. Compiling merges weights of the target, so compiled parts run after the
+others; then the target's shape changes."""
+CONTEXTS: Sequence[Part] = (
+    Part("llama-8k", _decoding(LLAMA, 1, 0), 75, timed=True),
+    Part("llama-32k", _decoding(LLAMA, 2, 0), 90, timed=True),
+    Part("llama-8k-8-rows", _decoding(LLAMA, 1, 1), 60, timed=True),
+    Part("llama-8k-32-rows", _decoding(LLAMA, 1, 2), 140, timed=True),
+    Part("llama-32k-8-rows", _decoding(LLAMA, 2, 1), 180, timed=True),
+)
+"""32 rows behind 32,768 tokens are left out: their cache alone takes 137 GB."""

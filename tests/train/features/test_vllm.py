@@ -380,7 +380,7 @@ def test_a_folder_without_room_or_not_mounted_is_named(
         with pytest.raises(UserError, match=gone):
             features_of(target, micro, stub, states=tmp_path / "elsewhere")
         full = SimpleNamespace(free=100)
-        monkeypatch.setattr("train.features.vllm.client.shutil.disk_usage", lambda _: full)
+        monkeypatch.setattr("train.features.vllm.states_file.shutil.disk_usage", lambda _: full)
         with pytest.raises(UserError, match=r"has 0\.0 MiB free.*lower features\.concurrency"):
             features_of(target, micro, stub, states=tmp_path)
 

@@ -219,7 +219,9 @@ def test_a_folder_without_room_is_named_before_anything_is_asked_for(
     with serving(target, tmp_path / "left", longest=200) as stub:
         for free, fits in ((4 * answer - 1, False), (4 * answer, True)):
             usage = SimpleNamespace(free=free)
-            monkeypatch.setattr("train.generate.states.shutil.disk_usage", lambda _, u=usage: u)
+            monkeypatch.setattr(
+                "train.features.vllm.states_file.shutil.disk_usage", lambda _, u=usage: u
+            )
             if fits:
                 answered(stub, prompts, config, tmp_path / "generate")
                 continue

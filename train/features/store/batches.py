@@ -48,7 +48,8 @@ def batch_on(packed: PackedBatch, device: torch.device) -> TrainBatch:
     """The rows on a device, without features; the seeds stay on the host, where they are read."""
     parts: dict[str, Any] = packed.tensors()
     seeds = parts.pop("seeds")
-    return TrainBatch(**copies_to(device)(parts), seeds=seeds)
+    moved: dict[str, Any] = copies_to(device)(parts)
+    return TrainBatch(**moved, seeds=seeds)
 
 
 def encode_batch(batch: TrainBatch, taps: tuple[int, ...], form: Form, logits: Logits) -> Content:

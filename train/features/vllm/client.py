@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,13 +29,12 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.reading import parse_json
-from inference.target.memory import gib
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.servers import Address, FailureError, Servers
 from train.features.vllm.command import layers_of, serve_command
 from train.features.vllm.last_state import agrees, gap
-from train.features.vllm.states_file import NAME, evict_of, read_states, sweep
+from train.features.vllm.states_file import NAME, evict_of, read_states, require_room, sweep
 from train.generate.backends.protocols import PROBE, same_tokenizer
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
@@ -123,13 +121,7 @@ class VllmClient:
         info, itemsize = self.target.info, self.target.dtype.itemsize
         document = self.longest * len(self.layers) * info.hidden_size * itemsize
         needed = document * self.config.concurrency * len(self.config.servers)
-        free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else needed
-        if free < needed:
-            raise UserError(
-                f"features.states '{self.folder}' has {gib(free)} free, but the documents that "
-                f"are asked for at once may take {gib(needed)}. Make room, name another folder "
-                "(also in the server's shared_storage_path), or lower features.concurrency."
-            )
+        require_room(self.folder, needed, "features", "documents")
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The states [N, L, H] of a document on the CPU, in the target's dtype, from one server
@@ -215,9 +207,7 @@ class VllmClient:
     def _request(self) -> Iterator[str]:
         """The id of a request. Deletes the files of earlier ones that failed, since a server may
         write them after the failure."""
-        for earlier in list(self._abandoned):
-            if evict_of(self.folder, earlier):
-                self._abandoned.discard(earlier)
+        self._abandoned -= evict_of(self.folder, self.name, self._abandoned)
         request = f"{self.name}{next(self._numbers)}"
         try:
             yield request

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -100,14 +100,33 @@ def sweep(folder: Path, name: str) -> None:
                 path.unlink()
 
 
-def evict_of(folder: Path, request: str) -> bool:
-    """Delete the file of a request, whose name contains its id; returns whether there was one."""
-    of_request = re.compile(re.escape(request) + r"(?!\d)")  # request 1 is not request 11
-    found = [path for path in folder.glob(f"*{request}*") if of_request.search(path.name)]
-    found = [path for path in found if path.suffix != LOCK]
-    for path in found:
-        evict(path)
-    return bool(found)
+def evict_of(folder: Path, name: str, requests: Collection[str]) -> set[str]:
+    """Delete the files of a reader's requests, whose names contain their ids; returns the requests
+    that had one. name: of the reader, with which the ids begin. Looks into the folder once, since
+    most requests that fail never leave a file."""
+    found: set[str] = set()
+    if not requests:
+        return found
+    id_in = re.compile(re.escape(name) + r"\d+")
+    for path in folder.glob(f"*{name}*"):
+        of_request = id_in.search(path.name)
+        if of_request and of_request[0] in requests and path.suffix != LOCK:
+            evict(path)
+            found.add(of_request[0])
+    return found
+
+
+def require_room(folder: Path, needed: int, setting: str, what: str) -> None:
+    """Raise `UserError` if the folder has no room for the files that exist at the same time, of
+    `needed` bytes. setting: its configuration group, features or sampling; what: it is asked
+    for."""
+    free = shutil.disk_usage(folder).free if folder.is_dir() else needed
+    if free < needed:
+        raise UserError(
+            f"{setting}.states '{folder}' has {gib(free)} free, but the {what} that are asked for "
+            f"at once may take {gib(needed)}. Make room, name another folder (also in the server's "
+            f"shared_storage_path), or lower {setting}.concurrency."
+        )
 
 
 def missing(path: Path) -> str:

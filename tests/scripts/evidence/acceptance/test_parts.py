@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from scripts.evidence import gpu
-from scripts.evidence.acceptance.parts import Check, Found, Part, Setting, run_parts
-from scripts.evidence.acceptance.shapes import TINY
+from scripts.evidence.acceptance import speed
+from scripts.evidence.acceptance.parts import CALL_SECONDS, Check, Found, Part, Setting, run_parts
+from scripts.evidence.acceptance.shapes import FULL, TINY
 from scripts.tools.common import ROOT
+from tests.inference.kernels.planted import one_piece_lost, run_in_its_place
 
 SETTING = Setting(torch.device("cpu"), torch.float32, TINY)
 
@@ -97,6 +99,52 @@ def test_a_part_whose_process_dies_or_hangs_is_an_error(tmp_path: Path) -> None:
     results = read(tmp_path / "training.json")["parts"]
     assert not passed and results["dies"] == results["hangs"] == "error"
     assert "  out of memory" in said and any("did not end in" in line for line in said)
+
+
+@pytest.mark.parametrize("stage", gpu.STAGES)
+def test_the_parts_of_a_call_take_no_longer_than_a_call(stage: str) -> None:
+    """Else the last ones are never begun, by the estimates of the parts themselves."""
+    assert sum(part.seconds for part in gpu.STAGES[stage]) <= CALL_SECONDS == 570
+
+
+def test_every_context_is_measured_with_every_number_of_rows_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured = set()
+
+    def noted(setting: Setting, name: str, context: int, rows: int, which: str) -> Found:
+        measured.add((name, context, rows))
+        return Found({})
+
+    monkeypatch.setattr(speed, "decoding", noted)
+    setting = Setting(torch.device("cpu"), torch.float32, FULL)
+    names = [part for part in (*speed.PARTS, *speed.CONTEXTS) if part.name.startswith("llama")]
+    for part in names:
+        part.work(setting)
+    wanted = {("llama31_8b", c, r) for c in (512, 8_192, 32_768) for r in (1, 8, 32)}
+    assert wanted - measured == {("llama31_8b", 32_768, 32)} and measured <= wanted
+
+
+def test_the_status_says_whether_every_part_ran_and_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["correctness", "--out", str(tmp_path), "--device", "cpu", "--size", "tiny"]
+    given += ["--only", "environment", "attention"]
+
+    def status(*more: str) -> tuple[int, str]:
+        code = gpu.main([*given, *more])
+        return code, read(tmp_path / "correctness.json")["parts"]["attention"]
+
+    assert status() == (0, "passed")
+    # less time than the part is said to take
+    assert status("--seconds", "30") == (1, "not run")
+    with monkeypatch.context() as planted:
+        run_in_its_place(planted, one_piece_lost)
+        assert status() == (1, "failed")
+    with monkeypatch.context() as planted:
+        run_in_its_place(planted, lambda *given, **more: torch.zeros(1)[7])
+        assert status() == (1, "error")
+    assert capsys.readouterr().out.count("correctness: NOT PASSED") == 3
 
 
 def test_a_part_that_does_not_exist_is_named(

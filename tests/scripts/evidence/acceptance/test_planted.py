@@ -67,7 +67,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits that only hold on a GPU, on a CPU: what is asked of CUDA is answered here."""
-    facts = SimpleNamespace(major=9, minor=0, total_memory=1, multi_processor_count=1)
+    facts = SimpleNamespace(major=9, minor=0, total_memory=1 << 40, multi_processor_count=1)
     monkeypatch.setattr(Setting, "on_gpu", True)
     monkeypatch.setattr(Setting, "dtypes", (torch.float32,))
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
@@ -217,6 +217,16 @@ def test_a_plain_step_far_from_the_bandwidth(
     give_bandwidth(monkeypatch, bandwidth)
     with every_engine_on(SlowDevice()):
         assert failed("llama-compiled") == checks
+
+
+@pytest.mark.usefixtures("as_gpu")
+def test_rows_that_do_not_fit_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(total_memory=10_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: facts)
+    left = found("llama-8k-8-rows")
+    assert left["result"] == "passed" and not left["checks"]
+    assert left["facts"]["not measured"].endswith("the device has 0")
+    assert (left["facts"]["context"], left["facts"]["rows"]) == (48, 2)
 
 
 @pytest.mark.usefixtures("as_gpu")
