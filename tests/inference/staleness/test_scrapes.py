@@ -281,7 +281,7 @@ def watched(stub: Stub) -> WatchConfig:
     [
         ({}, "org/Stub-Model", False),
         ({"root": "/models/stub-model/"}, "stub-model", False),
-        ({"id": "prod", "root": "Org/Real"}, "/home/me/real", False),
+        ({"id": "prod", "root": "Org/Real"}, "/data/me/real", False),
         ({"id": "a", "root": "/hub/models--Org--Real/snapshots/0123abc"}, "Org/Real", False),
         ({"id": "prod", "root": "Org/Other"}, "Org/Real", True),
         ({}, "Org/Real", True),

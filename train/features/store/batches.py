@@ -46,7 +46,7 @@ class Form:
 
 def batch_on(packed: PackedBatch, device: torch.device) -> TrainBatch:
     """The rows on a device, without features; the seeds stay on the host, where they are read."""
-    parts: dict[str, Any] = packed.tensors()
+    parts = packed.tensors()
     seeds = parts.pop("seeds")
     moved: dict[str, Any] = copies_to(device)(parts)
     return TrainBatch(**moved, seeds=seeds)
