@@ -7,6 +7,8 @@ that do not depend on the number of tokens:
 
 - products with weights: `ROW_LINEAR` on a GPU; elsewhere the library's product of `TILE` rows;
 - norms, with or without weights: `TILE` tokens at a time, or `HEADS` heads of tokens;
+- activations on a CPU: `TILE` tokens at a time, because its loops compute the elements that do not
+  fill a vector register by another function;
 - attention: on a GPU the kernel, with the same launch for any number of nodes; elsewhere token by
   token, each over its own committed tokens and ancestors, in their order;
 - prompts: read one at a time, in the library's shapes, which then depend only on the prompt.
@@ -28,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from heads.api.errors import UserError
@@ -35,6 +38,7 @@ from heads.kernels.dispatch import choose
 from inference.kernels.reference.row_linear import ROW_LINEAR, InTiles
 
 _NOW: ContextVar[bool] = ContextVar("headstart_exact", default=False)
+ACTIVATIONS = tuple(kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values())
 HEADS = 256
 """Rows of a norm over single heads: the 32 heads of `TILE` tokens."""
 _GIVEN = "headstart_exact"
@@ -57,7 +61,8 @@ def is_exact() -> bool:
 
 
 def install_exact(model: nn.Module) -> None:
-    """Give products and norms of a model a path for `exactly`; a second call changes nothing.
+    """Give products, norms and activations of a model a path for `exactly`; a second call changes
+    nothing.
     Norms are found by their class, because some have no weights (NanoChat, OLMo, Llama 4).
 
     Raises `UserError` for a model with weights in other kinds of modules, before any is changed.
@@ -72,7 +77,8 @@ def install_exact(model: nn.Module) -> None:
             kept = max([weight.ndim for weight in own], default=1)
             chosen.append((module, _tiled(module.forward, kept)))
         elif not own:
-            continue
+            if isinstance(module, ACTIVATIONS):
+                chosen.append((module, _tiled_on_cpu(module.forward)))
         elif type(module) is nn.Linear and type(module.weight) is nn.Parameter:
             chosen.append((module, _linear(module)))
         elif isinstance(module, Conv1D):
@@ -130,6 +136,12 @@ def _tiled(plain: Callable[[Tensor], Tensor], kept: int = 1) -> Callable[[Tensor
         return tiles(rows).unflatten(0, x.shape[: x.ndim - kept])
 
     return forward
+
+
+def _tiled_on_cpu(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`_tiled` for what a GPU computes number by number."""
+    tiled = _tiled(plain)
+    return lambda x: tiled(x) if x.device.type == "cpu" else plain(x)
 
 
 def node_by_node(

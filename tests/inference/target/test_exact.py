@@ -96,6 +96,17 @@ def test_norms_are_called_in_one_shape_for_any_width(
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_sizes_that_fill_no_vector_register_give_the_same_bits(activation: str) -> None:
+    """A CPU computes the last few of all numbers of a pass by another exponential."""
+    target = random_target(
+        "llama", dtype=torch.float32, intermediate_size=300, hidden_act=activation
+    )
+    plain = verified(target, 1, True)
+    for width, rows in ((2, 1), (6, 1), (13, 1), (4, 3)):
+        assert torch.equal(verified(target, width, True, rows), plain), (width, rows)
+
+
 def test_a_norm_made_of_norms_is_left_alone() -> None:
     """StableLM's norm of heads splits its input by heads, so its parts are prepared instead."""
     target = random_target("stablelm", qk_layernorm=True)
