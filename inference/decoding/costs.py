@@ -286,6 +286,8 @@ def measure_grid(
     """
 
     def measured(launch: str) -> dict[tuple[str, str], list[CostPoint]]:
+        """The points by (name, call), times in seconds; launch: graph or eager. Raises
+        `NotCapturedError`."""
         points: dict[tuple[str, str], list[CostPoint]] = {}
         for rows, length in product(batches, lengths):
             bench = Bench(target, rows, length, widest, text)

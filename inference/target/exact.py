@@ -62,8 +62,7 @@ def is_exact() -> bool:
 
 def install_exact(model: nn.Module) -> None:
     """Give products, norms and activations of a model a path for `exactly`; a second call changes
-    nothing.
-    Norms are found by their class, because some have no weights (NanoChat, OLMo, Llama 4).
+    nothing. Norms are found by their class, because some have no weights (NanoChat, OLMo, Llama 4).
 
     Raises `UserError` for a model with weights in other kinds of modules, before any is changed.
     """

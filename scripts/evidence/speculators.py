@@ -224,6 +224,8 @@ def follow_commands(job: Facts, channel: Channel) -> None:
         """Takes as many steps as are requested, until there are no more commands."""
 
         def run(self) -> str:
+            """Obey the commands of `channel`, and return why there are no more steps. A turn is
+            answered with its CPU seconds, tokens and peak bytes."""
             stream = self.loader.iterate(0, 1_000_000)
             with StopRequest() as request:
                 for command in channel.commands():
