@@ -113,8 +113,11 @@ def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def prompt_hash(prompt: Prompt) -> str:
-    """Hex SHA-256, shortened to 16 digits, of a prompt's content."""
-    more = [one for one in (prompt.text, prompt.tools, prompt.arguments) if one is not None]
+    """Hex SHA-256, shortened to 16 digits, of a prompt's content: all that the answers depend on.
+    What a prompt lacks is left out, so that the hash of a plain prompt stays the same."""
+    follows = prompt.constraint and [prompt.constraint.kind, prompt.constraint.text]
+    extras = (prompt.text, prompt.tools, prompt.arguments, follows, prompt.turns or None)
+    more = [one for one in extras if one is not None]
     content = json.dumps([prompt.messages, prompt.tokens, *more], ensure_ascii=False)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 

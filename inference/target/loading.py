@@ -275,9 +275,10 @@ def _from_pretrained(
             loader = model_class(described)
             if "state_dict" in options:  # the automatic classes need a path
                 loader = loader._model_mapping[type(described)]
-            if described.model_type in READ_ALONE:
-                options["config"] = described.get_text_config()
-            with _without_tables():
+            read = built_from(described)
+            if read is not described:
+                options["config"] = read
+            with _without_warnings():
                 model, report = loader.from_pretrained(output_loading_info=True, **options)
     except LOADING as error:
         raise UserError(f"target '{config.path}' cannot be loaded: {_first_line(error)}") from error
@@ -285,9 +286,9 @@ def _from_pretrained(
 
 
 @contextmanager
-def _without_tables() -> Iterator[None]:
-    """Within the block, transformers does not print its table of weights that do not fit; the
-    error message has the relevant part."""
+def _without_warnings() -> Iterator[None]:
+    """Within the block, transformers prints no warnings, such as its table of weights that do not
+    fit; the error message has the relevant part."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -299,6 +300,12 @@ def _without_tables() -> Iterator[None]:
 READ_ALONE = ("gemma3n",)
 """Composite families whose composite class needs further packages (timm), and whose text class can
 read its weights from the composite checkpoint."""
+
+
+def built_from(described: Any) -> Any:
+    """The config from which a target of this config is built: its text config if that is read
+    alone."""
+    return described.get_text_config() if described.model_type in READ_ALONE else described
 
 
 def model_class(described: Any) -> Any:
@@ -463,7 +470,8 @@ def switch_attention(model: Any) -> None:
     if not has_attention(model.config.get_text_config()):
         return
     try:
-        model.set_attn_implementation(attention.NAME)
+        with _without_warnings():  # of composite models it names the parts that were dropped
+            model.set_attn_implementation(attention.NAME)
     except (ValueError, NotImplementedError, AttributeError) as error:
         raise UserError(_irreplaceable(model, _first_line(error))) from error
     if model.config.get_text_config()._attn_implementation != attention.NAME:
@@ -614,7 +622,7 @@ def _check_path(path: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    if "look at the above report" in str(error):  # see `_without_tables`
+    if "look at the above report" in str(error):  # see `_without_warnings`
         return "its files hold weights of other sizes than its config.json says. Fetch it again"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]

@@ -36,7 +36,7 @@ from heads.api.features import FeatureSpec
 from heads.api.reading import read_object, require_fit
 from heads.api.tensors import BROKEN
 from inference.target import loading
-from inference.target.loading import TargetConfig, describe
+from inference.target.loading import TargetConfig, describe, text_name
 from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.target.packed_target import packed_settings, without_settings
@@ -102,11 +102,6 @@ def load_parts(config: TargetConfig, norm: bool = False) -> TargetModel:
     own = getattr(described, "quantization_config", None)
     quantised = own is not None or packed_settings(config.path, config.revision, described)
     described = without_settings(described)
-    if described.get_text_config() is not described:
-        raise UserError(
-            f"target '{config.path}' ({described.model_type}) holds more than text, and such "
-            f"checkpoints are not read in parts. Use {WHOLE}."
-        )
     device, model = loading.pick_device(config.device), empty_model(config, described)
     revision = hub_commit(config.path, config.revision) or config.revision
     files = WeightFiles(model, config, revision, bool(quantised))
@@ -132,7 +127,7 @@ def empty_model(config: TargetConfig, described: Any) -> Any:
     """The target's frozen modules: weights have shapes and no contents, buffers are real."""
     with init_empty_weights(include_buffers=False):
         model = loading.model_class(described).from_config(
-            described,
+            loading.built_from(described),
             dtype=loading.DTYPES[config.dtype_name],
             trust_remote_code=config.trust_remote_code,
         )
@@ -323,13 +318,16 @@ class StoredWeights(UserDict[str, Tensor]):
     """The named weights of a target in parts, from memory or, on demand, from a file."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, device: torch.device) -> None:
-        super().__init__(model.named_parameters())
+        own = dict(model.named_parameters())
+        super().__init__({text_name(name): value for name, value in own.items()})
         self.files, self._device = files, device
+        self._own = {text_name(name): name for name in own}
+        """A weight's name in a text model -> its name in the model, which may be composite."""
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.data[name]
         empty = value.device.type == "meta"
-        return self.files.read(name, self._device) if empty else value.detach()
+        return self.files.read(self._own[name], self._device) if empty else value.detach()
 
     def __str__(self) -> str:
         whole = sum(parameter.nbytes for parameter in self.data.values())

@@ -5,6 +5,7 @@ kinds; clear refusals.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from heads.api.errors import UserError
+from inference.decoding.structured.constraint import Constraint
 from inference.measure import datasets as bench_data
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import (
@@ -22,6 +24,7 @@ from inference.measure.datasets import (
     prompt_hash,
     template_columns,
 )
+from inference.measure.prompts import Prompt
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 
@@ -352,6 +355,17 @@ def test_hashes_name_the_prompts(tmp_path: Path) -> None:
     other = prompt_facts(loaded, loaded.prompts[1:])
     assert facts["sha256"] != other["sha256"]
     assert prompt_hash(loaded.prompts[0]) != prompt_hash(loaded.prompts[1])
+
+
+def test_hashes_tell_apart_what_is_asked_of_the_answer() -> None:
+    plain = Prompt("q", "code", text="def")
+    pattern, schema = Constraint("regex", "[a-z]+"), Constraint("json_schema", "{}")
+    others = [
+        replace(plain, constraint=pattern),
+        replace(plain, constraint=schema),
+        replace(plain, turns=("and then?",)),
+    ]
+    assert len({prompt_hash(one) for one in [plain, *others]}) == 4
 
 
 def test_templates() -> None:

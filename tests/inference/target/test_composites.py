@@ -33,6 +33,7 @@ from tests.models import (
     sized,
 )
 from train.planning.target import plan_target
+from train.target.parts import load_parts
 
 
 def save(family: str, folder: Path) -> Any:
@@ -104,6 +105,29 @@ def test_it_is_planned_without_weights(composite: tuple[str, Any, TargetModel]) 
     assert planned.info.parameters == target.info.parameters
 
 
+def require_parts_of(whole: TargetModel) -> None:
+    """The target in parts has the same facts, names and weights, read from the same files."""
+    dtype = str(whole.dtype).removeprefix("torch.")
+    config = TargetConfig(whole.info.id, dtype=dtype, device="cpu")
+    parts = load_parts(config, norm=True)
+    assert parts.info == whole.info
+    assert torch.equal(parts.weights.embedding, whole.weights.embedding)
+    assert torch.equal(parts.weights.lm_head, whole.weights.lm_head)
+    assert whole.final_norm is not None and parts.final_norm is not None
+    for mine, true in zip(
+        parts.final_norm.parameters(), whole.final_norm.parameters(), strict=True
+    ):
+        assert torch.equal(mine, true)
+    assert list(parts.weights.state) == list(whole.weights.state)
+    plain = {n: value for n, value in whole.weights.state.items() if ".experts." not in n}
+    for name, value in plain.items():
+        assert torch.equal(parts.weights.state[name], value), name
+
+
+def test_it_is_held_in_parts(composite: tuple[str, Any, TargetModel]) -> None:
+    require_parts_of(composite[2])
+
+
 def test_a_family_whose_whole_class_needs_timm_is_read_alone(tmp_path: Path) -> None:
     """gemma3n: the text class takes its weights from the checkpoint of the whole."""
     tokenizer = tiny_tokenizer("chatml")
@@ -127,3 +151,4 @@ def test_a_family_whose_whole_class_needs_timm_is_read_alone(tmp_path: Path) -> 
     target = TargetModel.load(TargetConfig(str(tmp_path), dtype="float64", device="cpu"))
     assert target.info.model_type == "gemma3n_text"
     check_trees(target, model.double(), (5, 1, 12))
+    require_parts_of(target)

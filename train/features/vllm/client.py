@@ -29,13 +29,14 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.reading import parse_json
+from inference.engines.client import PROBE
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.servers import Address, FailureError, Servers
 from train.features.vllm.command import layers_of, serve_command
 from train.features.vllm.last_state import agrees, gap
 from train.features.vllm.states_file import NAME, evict_of, read_states, require_room, sweep
-from train.generate.backends.protocols import PROBE, same_tokenizer
+from train.generate.backends.protocols import same_tokenizer
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
 """Bytes that an answer may have besides its tokens, and per token."""

@@ -18,9 +18,6 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Completion, Request
 
-PROBE = "Headstart probe: naïve 数学 — def f(x):\n    return x**2  # 12345 <b>&amp;</b>"
-"""A text that tokenizers disagree on."""
-
 Json = dict[str, Any]
 """The body of a request, or an answer before any check."""
 

@@ -25,10 +25,10 @@ import httpx
 
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
-from inference.engines.client import LONGEST_WAIT, asked_wait
+from inference.engines.client import LONGEST_WAIT, PROBE, asked_wait
 from train.features.servers import FailureError
 from train.generate.backends import protocols
-from train.generate.backends.protocols import PROBE, BadAnswerError, Json, OpenAI, Protocol, SGLang
+from train.generate.backends.protocols import BadAnswerError, Json, OpenAI, Protocol, SGLang
 from train.generate.sampling import SamplingConfig
 from train.generate.states import ASKED, StatesKeeper
 from train.generate.target_facts import TargetFacts
