@@ -45,6 +45,8 @@ CACHES = ("__pycache__",)
 FEEDBACK = "feedback"
 FORMER = ".former"
 """Suffix of a folder's name while another folder takes its place."""
+ASIDE = ".aside-"
+"""In the names of folders with files that were moved aside."""
 WITHIN = {"push": ("export",), "learn": (FEEDBACK, "train")}
 """Stage -> stages whose folders lie inside its folder."""
 PARTS = {
@@ -304,16 +306,17 @@ def restore(out: Path) -> None:
             former.rename(out)
 
 
-def discard(part: Path) -> None:
+def discard(part: Path, stages: Collection[str] = ()) -> None:
     """Delete a folder that a stage keeps inside its own; a missing folder is no error.
 
     Files in it that the stage does not write there (`PARTS`) are moved aside, next to it. Raises
-    `UserError` for a link, and for a folder in which any stage has left a record.
+    `UserError` for a link, and for a folder in which a stage has left a record, unless it is one of
+    `stages`, which the caller has run there.
     """
     if part.is_symlink():
         raise UserError(f"'{part}' is a link and is not deleted. Remove it yourself.")
     for inner in _records(part):
-        if stage_of(inner):
+        if stage_of(inner) not in ("", *stages):
             raise UserError(
                 f"'{part}' is not deleted: stage '{stage_of(inner)}' wrote '{inner}'. Move that "
                 "away first."
@@ -329,6 +332,11 @@ def sweep(folder: Path) -> None:
     for path in folder.rglob(f"*{PARTIAL}"):
         if path.is_dir() and not path.is_symlink() and is_abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def is_aside(name: str) -> bool:
+    """Whether a folder of this name holds files that were moved aside."""
+    return ASIDE in name
 
 
 def is_temporary(name: str) -> bool:
@@ -426,7 +434,7 @@ def _move_aside(folder: Path, known: Collection[str]) -> None:
     if not foreign:
         return
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    aside = folder.with_name(f"{folder.name}.aside-{stamp}-{secrets.token_hex(2)}")
+    aside = folder.with_name(f"{folder.name}{ASIDE}{stamp}-{secrets.token_hex(2)}")
     for name in foreign:
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).rename(aside / name)

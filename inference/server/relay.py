@@ -84,6 +84,7 @@ class AnswerReader:
         self._bytes += len(part)
         if not self.readable or self._bytes > LARGEST_READ:
             self.readable = False
+            self._rest.clear()
             return
         self._rest += part
         if self.stream:
@@ -219,7 +220,7 @@ class Relay:
         reader = AnswerReader(kind.startswith("text/event-stream"))
         whole = False
         try:
-            await self._answer(answer, reader, send)
+            await self._answer(answer, reader if passing.sampled is not None else None, send)
             whole = True
         finally:  # a client that has its text may leave before the engine has closed the stream
             if passing.sampled is not None and answer.status_code == httpx.codes.OK:
@@ -230,14 +231,17 @@ class Relay:
                 self._sample(scope, passing.sampled, found)
             await answer.aclose()
 
-    async def _answer(self, answer: httpx.Response, reader: AnswerReader, send: Send) -> None:
-        """Send what the engine answers, and read it."""
+    async def _answer(
+        self, answer: httpx.Response, reader: AnswerReader | None, send: Send
+    ) -> None:
+        """Send what the engine answers, and read it if it is sampled."""
         headers = [(n.lower(), v) for n, v in answer.headers.raw if n.lower() not in OWN_HEADERS]
         status = answer.status_code
         await send({"type": "http.response.start", "status": status, "headers": headers})
         try:
             async for part in answer.aiter_raw():
-                reader.feed(part)
+                if reader is not None:
+                    reader.feed(part)
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except httpx.HTTPError as error:
             self._log.note("an answer broke off", f"{self.base}, {type(error).__name__}")

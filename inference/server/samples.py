@@ -118,13 +118,13 @@ class TrafficSamples:
             answers, self._waiting, self._passes = self._waiting, [], 0
         if not answers:
             return
-        for each in answers:
-            self._record(each)
         # later than all before, also after a clock was set back
         self._newest = max(time.time_ns(), self._newest + 1)
         name = f"{self._newest:020d}"
         try:
             write_bytes(self.folder / NEWEST_FILE, name.encode())
+            for each in answers:
+                self._record(each)
             self._log.flush(name)
         except OSError:
             remove_batch(self.folder, name)

@@ -144,7 +144,7 @@ def keep(content: Facts, former: Facts) -> Facts:
     ways = [trained_as(row) for row in content["rows"] if row["trainings"]]
     for row in kept:
         if ways and row["trainings"]:
-            row["trained_otherwise"] = trained_as(row) not in ways
+            row["trained_otherwise"] = not any(alike(trained_as(row), way) for way in ways)
     return {**content, "rows": [*content["rows"], *kept]}
 
 
@@ -153,6 +153,11 @@ def trained_as(row: Facts) -> tuple[object, ...]:
     as far as they are known (reports of earlier versions do not have them)."""
     training = row["trainings"][0]
     return tuple(training.get(key) for key in ("steps", "optimiser", "tokens_per_step"))
+
+
+def alike(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether two results of `trained_as` agree in all that both know."""
+    return all(a == b or None in (a, b) for a, b in zip(one, other, strict=True))
 
 
 def trainings(folder: Path, name: str) -> list[Facts]:

@@ -224,6 +224,7 @@ class Setting:
 
 
 def fresh(folder: Path) -> Path:
-    discard(folder)
+    """An empty folder of a side; what an earlier command left there is deleted."""
+    discard(folder, ("train", "import"))  # our training, and their converted checkpoint
     folder.mkdir(parents=True)
     return folder

@@ -169,14 +169,18 @@ class Bench:
         """The target, in float32."""
         return cpu_target(self.place.target)
 
-    def once(self, name: str, key: object, train: Callable[[Path], Facts]) -> Path:
+    def once(
+        self, name: str, key: object, train: Callable[[Path], Facts], continues: bool = False
+    ) -> Path:
         """The checkpoint of the training `name`. `train` writes it into the given folder and
         returns facts, unless that was done before with an equal `key`, a JSON value of everything
-        that determines the result."""
+        that determines the result. continues: `train` goes on from what an interrupted command has
+        left in the folder, which otherwise is deleted."""
         folder = self.folder(name, key)
         if not (folder / "done.json").is_file():
-            discard(folder)
-            folder.mkdir(parents=True)
+            if not continues:
+                discard(folder)
+            folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "done.json", train(folder / "checkpoint"))
         return folder / "checkpoint"
 
@@ -250,7 +254,7 @@ class Bench:
             run_on_target("features", self.place.target, self.work / "run", at, *words)
             return {}
 
-        path = self.once("features", key, write)
+        path = self.once("features", key, write, continues=True)
         return ["features=store", f"features.format={form}", f"features.path={path}"]
 
     def train(

@@ -223,6 +223,8 @@ def combine(stage: Stage, own: Sequence[Override]) -> list[list[str]]:
 
 SELECTING = ("export", "push", "tune")
 """Stages in which `run.drafter` selects a drafter, and names no folder."""
+SELECTS = ("run.drafter", "tune.drafter")
+"""Keys by which `tune` selects a drafter."""
 
 
 def name_job(
@@ -238,6 +240,11 @@ def name_job(
         named, key = [key for key in found if key != "run.name"], f"{stage.name}.name"
     else:
         key = "run.drafter"
+    if stage.name == "tune" and (others := [key for key in named if key not in SELECTS]):
+        raise UserError(
+            f"a sweep of `tune` over {', '.join(others)} would write every job of a drafter to one "
+            "folder and one decode.yaml. Sweep tune.drafter or run.name alone."
+        )
     if not named or key in values or stage.name in SELECTING:
         return texts, found
     label = [values["head"]] if "head" in values and stage.name not in NAMED else []

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heads.api.errors import UserError
-from inference.export.engine_folder import export, prepare
+from inference.export.engine_folder import export, given_settings, prepare
 from inference.export.layouts.base import Target
+from inference.folders import discard
 from inference.report.page.learning import write_learning_page
 from scripts.config.schema import Settings, write_settings
 from scripts.run import drafters
@@ -81,10 +82,12 @@ def learn_folder(given: str, settings: Settings) -> Path:
 
 
 def exporting(settings: Settings, folder: Path) -> ExportingServer:
-    """The engine that loads what is exported as `export.engine` says. Raises `UserError` without
+    """The engine that loads what is exported as `export.engine` says. The drafter that serves is
+    exported once for a check, and deleted: every candidate would be refused after its training for
+    settings with which nothing can be exported. Raises `UserError` for these, without
     samples of its traffic, and for a drafter that it does not load."""
     from train.learning.cycle import TRAFFIC
-    from train.learning.engine import ExportingServer
+    from train.learning.engine import EXPORTS, ExportingServer
 
     config = settings.export
     found = drafters.find_trained("learn.drafter", settings.learn.drafter, settings.run)
@@ -97,12 +100,20 @@ def exporting(settings: Settings, folder: Path) -> ExportingServer:
     def write(checkpoint: Path, out: Path) -> str:
         source = prepare(checkpoint, config.engine)
         own = replace(config, overwrite=True)  # what a kill has left there
-        notes = export(own, source, Target.of(settings.target, source.info), out)
-        say(f"for {config.engine} to load: {shown(out)}")
-        return notes.serve
+        return export(own, source, Target.of(settings.target, source.info), out).serve
 
-    prepare(found.folder, config.engine)
-    server = ExportingServer(folder, found.folder, write)
+    def show(checkpoint: Path, out: Path) -> str:
+        command = write(checkpoint, out)
+        say(f"for {config.engine} to load: {shown(out)}")
+        return command
+
+    if config.settings:  # a traffic.json names drafters, and candidates are numbered
+        given_settings(config, folder / "0001")
+    trial = folder / EXPORTS / "0000"
+    trial.parent.mkdir(parents=True, exist_ok=True)
+    write(found.folder, trial)
+    discard(trial, ("export",))
+    server = ExportingServer(folder, found.folder, show)
     if (known := Path(server.current())) != found.folder.resolve():
         say(f"the drafter is {shown(known)}, which learning has exported last")
     return server

@@ -311,8 +311,10 @@ def test_a_part_with_a_stages_record_or_a_link_is_not_discarded(tmp_path: Path) 
     with pytest.raises(UserError, match="is a link and is not deleted"):
         discard(tmp_path / "link")
     assert contents(tmp_path) == before
-    (part / "deep" / "run.json").unlink()
-    discard(part)
+    with pytest.raises(UserError, match=r"stage 'train' wrote .*parts/deep'"):
+        discard(part, ("features",))
+    discard(part, ("features", "train"))
+    assert not part.exists()
     discard(part)
     assert not part.exists()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from heads.api.errors import UserError
 from scripts.cli import main
 from scripts.config.compose import parse
 from scripts.config.stages import STAGES
@@ -82,6 +83,13 @@ def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
     assert [job[-1] for job in loops] == ["run.name='demo-limit=8'", "run.name='demo-limit=16'"]
     exported = expand(STAGES["export"], parse(["export.engine=vllm,sglang"]))
     assert exported == [["export.engine=vllm"], ["export.engine=sglang"]]  # of the run's drafter
+    tuned = expand(STAGES["tune"], parse(["tune.drafter=medusa,eagle3"]))
+    assert tuned == [["tune.drafter=medusa"], ["tune.drafter=eagle3"]]
+    for more in ([], ["tune.drafter=medusa,eagle3"]):
+        with pytest.raises(
+            UserError, match=r"over tune\.depths would write every job of a drafter"
+        ):
+            expand(STAGES["tune"], parse([*more, "tune.depths=[3],[5]"]))
     drawn = name_job(train, ["++optim.lr=0.0012520653814999472"], ["optim.lr"])[0]
     assert drawn == ["optim.lr=0.0012520653814999472", "run.drafter='lr=0.00125207'"]
 

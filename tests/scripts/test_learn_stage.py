@@ -280,6 +280,11 @@ def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(
     assert "exported last" in capsys.readouterr().out.replace("\n", " ")
     with pytest.raises(UserError, match="cannot be exported for speculators"):
         exporting(load_settings(STAGES["learn"], [*own, "export.engine=speculators"]), tmp_path)
+    assert not (tmp_path / "exports" / "0000").exists()
+    words = tmp_path / "eagle3-run"  # vLLM would take the drafter for one of EAGLE
+    (words / "traffic").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds the word 'eagle3'"):
+        exporting(load_settings(STAGES["learn"], own), words)
     with pytest.raises(UserError, match="Leave one of them out"):
         load_settings(STAGES["learn"], [*own, "learn.server=http://127.0.0.1:8000"])
 

@@ -550,7 +550,9 @@ def test_another_training_in_the_best_drafters_place_is_not_replaced(tmp_path: P
 
 def test_rounds_of_another_drafter_are_refused(tmp_path: Path) -> None:
     place = tmp_path / "r" / "round-0" / "train" / "medusa"
-    place.mkdir(parents=True)
+    place.with_name("distilled.aside-20260101T000000-ab12").mkdir(parents=True)
+    Rounds(settings(f"run.root={tmp_path}", "run.name=r")).require_own_place()
+    place.mkdir()
     with pytest.raises(UserError, match=r"has the rounds of medusa\. .* Choose another run\.name"):
         Rounds(settings(f"run.root={tmp_path}", "run.name=r")).run()
 

@@ -379,7 +379,8 @@ class Learner:
         if (promising := self._promising(Path(serves))) is not None:
             kept.add(promising.name)
         for folder in sorted((self.settings.folder / "drafters").glob("[0-9]*")):
-            if folder.name not in kept and not same_folder(serves, folder):
+            ours = folder.name.isdigit()  # files moved aside are not
+            if ours and folder.name not in kept and not same_folder(serves, folder):
                 discard(folder)
 
 

@@ -198,6 +198,7 @@ class WeightFiles:
         self.read_so_far: dict[str, int] = {}
         every = dict(model.named_parameters(remove_duplicate=False))
         self._dtypes = {name: parameter.dtype for name, parameter in every.items()}
+        self._shapes = {name: parameter.shape for name, parameter in every.items()}
         alike: dict[int, list[str]] = {}
         for name, parameter in every.items():
             alike.setdefault(id(parameter), []).append(name)
@@ -260,16 +261,19 @@ class WeightFiles:
         layer = key.removesuffix("weight")
         return any(other.startswith(f"{layer}weight_scale") for other in self._files)
 
+    def _packed(self, name: str) -> UserError:
+        return UserError(
+            f"target '{self.path}': {name} is quantised in its files, and only plain weights "
+            f"are read in parts. Use {WHOLE}, or a head that does not start from the target's "
+            "layers."
+        )
+
     def read(self, name: str, device: torch.device) -> Tensor:
         """One weight, in the model's dtype."""
         own = [name, *self._alike[name]]
         stored = next((each for each in own if each in self._keys), None)
         if self.quantised and (stored is None or self._has_scale(self._keys[stored])):
-            raise UserError(
-                f"target '{self.path}': {name} is quantised in its files, and only plain weights "
-                f"are read in parts. Use {WHOLE}, or a head that does not start from the target's "
-                "layers."
-            )
+            raise self._packed(name)
         if stored is None:
             raise UserError(
                 f"target '{self.path}': {name} is put together from several tensors of its files, "
@@ -287,6 +291,9 @@ class WeightFiles:
                 value: Tensor = file.get_tensor(key)
         except SafetensorError as error:
             raise self._unreadable(path, error) from error
+        plain = value.is_floating_point() and value.element_size() > 1
+        if self.quantised and (not plain or value.shape != self._shapes[name]):
+            raise self._packed(name)  # scales under a name that only the quantiser knows
         value = value.to(device=device, dtype=self._dtypes[name])
         self.read_so_far[stored] = value.nbytes
         return value

@@ -18,7 +18,7 @@ from typing import Any
 
 from heads.api.errors import UserError
 from heads.api.reading import read_object
-from inference.folders import WRITTEN, copy_plain, replace_part
+from inference.folders import WRITTEN, copy_plain, is_aside, is_temporary, replace_part
 from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
 from inference.measure.metrics import Gain
 from inference.target.model import TargetModel
@@ -333,7 +333,8 @@ class Rounds:
     def require_own_place(self) -> None:
         """Raise `UserError` if the run has rounds of another drafter, or if something else is in
         the best drafter's place."""
-        others = {path.name for path in (self.plan.folder(0) / "train").glob("[!.]*")}
+        found = (path.name for path in (self.plan.folder(0) / "train").glob("[!.]*"))
+        others = {name for name in found if not is_aside(name) and not is_temporary(name)}
         if others := others - {self.plan.drafter}:
             raise UserError(
                 f"'{self.run_folder}' has the rounds of {', '.join(sorted(others))}. Their answers "

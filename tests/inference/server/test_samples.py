@@ -137,8 +137,13 @@ def test_an_error_of_one_batch_does_not_end_the_recorder(
     assert read_table(tmp_path, SEQUENCES)["sequence"].to_pylist() == ["s1"]
 
 
+@pytest.mark.parametrize("write", [1, 3])
 def test_a_full_disk_loses_the_batch_that_it_met_and_no_other(
-    engine: Engine, answers: list[SampledAnswer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    answers: list[SampledAnswer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: int,
 ) -> None:
     samples = TrafficSamples(tmp_path, record_facts(engine, "d"), 10**9, 1.0)
     samples.add(answers[0])
@@ -148,7 +153,7 @@ def test_a_full_disk_loses_the_batch_that_it_met_and_no_other(
 
     def full(file: int) -> None:
         calls.append(file)
-        if len(calls) == 3:  # between the two files of a batch, after the number
+        if len(calls) == write:  # the number, or between the two files of a batch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plain(file)
 

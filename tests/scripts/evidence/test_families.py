@@ -101,8 +101,11 @@ def test_kept_rows_that_were_trained_otherwise_are_marked(tmp_path: Path) -> Non
     content = families.collect(run_folder(tmp_path))
     (good,) = (row for row in content["rows"] if row["name"] == "good")
     training = good["trainings"][0]
+    before = {key: value for key, value in training.items() if key != "optimiser"}
+    training["optimiser"] = "adamw"
     rows = [
         good | {"name": "alike"},
+        good | {"name": "unknown", "trainings": [before]},  # of a report without the optimiser
         good | {"name": "shorter", "trainings": [training | {"steps": 3}]},
         good | {"name": "other", "trainings": [training | {"optimiser": "muon"}]},
     ]

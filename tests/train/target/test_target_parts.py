@@ -170,12 +170,14 @@ def test_a_hub_repository_is_asked_for_the_files_that_are_needed_alone(
         parts.weights.state[gone]
 
 
-@pytest.mark.parametrize("form", ["int8", "nvfp4", "modelopt_fp8", "fp8 blocks"])
+@pytest.mark.parametrize("form", ["int8", "nvfp4", "modelopt_fp8", "fp8 blocks", "bnb int8"])
 def test_the_plain_weights_of_a_quantised_target_are_read(tmp_path: Path, form: str) -> None:
     folder = save_target(tmp_path / "target")
     plain = load_parts(config_of(folder))
     if form == "fp8 blocks":
         in_fp8_blocks(folder)
+    elif form == "bnb int8":
+        in_bnb_int8(folder)
     else:
         quantised_target(folder, form)
     parts = load_parts(config_of(folder), norm=True)
@@ -187,6 +189,19 @@ def test_the_plain_weights_of_a_quantised_target_are_read(tmp_path: Path, form: 
     assert torch.equal(parts.weights.state[norm], plain.weights.state[norm])
     with pytest.raises(UserError, match=r"down_proj\.weight is quantised in its files"):
         parts.weights.state["model.layers.1.mlp.down_proj.weight"]
+
+
+def in_bnb_int8(folder: Path) -> None:
+    """Replace a target's linear layers by int8 of the same shape, as bitsandbytes' files."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [each for each in tensors if each.endswith("_proj.weight")]:
+        rows = tensors[name].abs().amax(1)
+        tensors[name] = (tensors[name] / rows[:, None] * 127).round().to(torch.int8)
+        tensors[name.replace("weight", "SCB")] = rows
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def in_fp8_blocks(folder: Path) -> None:
