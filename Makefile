@@ -8,8 +8,8 @@ PY ?= python3
 VENV ?= .venv
 PYTHON ?= $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# One worker per core, a test file at a time: tests are small and use one thread each (tests/conftest.py).
-PYTEST_ARGS ?= -n auto --dist loadfile
+# One worker per core, a test file at a time, in the order of tests/conftest.py: tests are small and use one thread each.
+PYTEST_ARGS ?= -n auto --dist loadfile --no-loadscope-reorder --durations=40 --durations-min=4
 
 ifeq ($(PYTHON),$(VENV)/bin/python)
 NEEDS := $(STAMP)

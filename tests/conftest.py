@@ -24,6 +24,8 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+ROTATED_PARTS = 4
+"""One case in so many of a `rotated` test runs in `make test`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,14 +41,22 @@ def in_part(name: str, part: str) -> bool:
     return zlib.crc32(name.encode()) % parts == number
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no GPU (torch is imported only when one is asked for), and
-    leave out the slow tests of other parts."""
+    """Mark the cases of `rotated` tests as slow, but for the first part of them. Skip `gpu` tests
+    where there is no GPU (torch is imported only when one is asked for), and leave out the slow
+    tests of other parts. Slow tests come first, so that none of them is what the others wait
+    for."""
+    for item in items:
+        if item.get_closest_marker("rotated") and not in_part(item.nodeid, f"0/{ROTATED_PARTS}"):
+            item.add_marker(pytest.mark.slow)
     part = config.getoption("--slow-part")
     if part:
         left = [i for i in items if i.get_closest_marker("slow") and not in_part(i.nodeid, part)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)  # stable: a file's tests stay together
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

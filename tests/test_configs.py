@@ -130,6 +130,7 @@ def test_every_stage_composes(stage: Stage) -> None:
         assert hasattr(settings, attribute(group))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("stage", STAGE)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
@@ -140,6 +141,7 @@ def test_every_recipe_builds_in_every_stage(recipe: str, stage: Stage) -> None:
         assert hasattr(settings, attribute(group))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("stage", STAGE)
 @pytest.mark.parametrize("name", options("debug"))
 def test_every_debug_setting_builds_with_the_demo(name: str, stage: Stage) -> None:

@@ -104,6 +104,7 @@ def assert_same(found: LossOutput, expected: LossOutput) -> None:
         torch.testing.assert_close(values, expected.metrics[name], rtol=2e-7, atol=0)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(("name", "changes"), CASES)
 def test_the_loss_under_autocast_is_float32s_of_the_same_bfloat16_logits(
     name: str, changes: dict[str, Any]

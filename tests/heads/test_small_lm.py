@@ -160,6 +160,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_all_layers_of_a_target_of_any_family_are_the_target(
@@ -213,6 +214,7 @@ def write_model(folder: Path, model: Any, shards: int = 1) -> Path:
     return folder
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("vocab", [41, 37, 44])
 @torch.no_grad()

@@ -56,6 +56,7 @@ def gradients(
     return [part for part in (values, states.grad, head.grad) if part is not None]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 32), (3, 256), (17, 64), (64, 128)])
 @pytest.mark.parametrize("trained", [False, True])
@@ -108,6 +109,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.rotated
 @ON_CPU
 @pytest.mark.parametrize(("name", "changes"), RECIPES)
 def test_drafters_learn_the_same_through_the_kernels(

@@ -82,6 +82,7 @@ def compare(
     assert torch.equal(found[2].cpu(), wanted[2]) and torch.equal(found[3].cpu(), wanted[3])
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("names", [*EACH, ALL, ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,6 +105,7 @@ def test_any_vocabulary(device: str, vocab: int) -> None:
     compare(device, sample(2, vocab), ALL)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [0.7, 2.0])
 @pytest.mark.parametrize("names", [*EACH, ALL])

@@ -72,6 +72,7 @@ def learns_from_its_whole_draft(name: str) -> bool:
 WHOLE = [name for name in RECIPES if learns_from_its_whole_draft(name)]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("mode", ["confidence", "both"])
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in WHOLE])
 def test_every_kind_gives_the_same_text(name: str, mode: str) -> None:
@@ -80,6 +81,7 @@ def test_every_kind_gives_the_same_text(name: str, mode: str) -> None:
     assert texts(found) == plain_texts(requests(5), temperature=0.8)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("mode", ADAPTIVE)
 def test_every_mode_gives_the_same_text_whenever_the_host_learns_of_it(mode: str, lag: int) -> None:
@@ -101,6 +103,7 @@ def test_kinds_that_learn_from_the_whole_draft_are_refused(name: str) -> None:
         run(target, build(name, target), **ADAPTIVE["confidence"])
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in WHOLE])
 @torch.no_grad()
 def test_a_shorter_draft_is_the_beginning_of_the_longer_one(name: str) -> None:

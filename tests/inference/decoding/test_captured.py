@@ -123,6 +123,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(("kind", "shape", "temperature", "family"), CASES)
 def test_a_recorded_step_decodes_other_prompts(
     kind: str, shape: str, temperature: float, family: str
@@ -161,6 +162,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_recorded_step_with_every_setting(name: str) -> None:
     target = random_target(dtype=torch.float32)

@@ -54,6 +54,7 @@ def test_every_block_drafter_is_among_the_recipes() -> None:
     assert set(EXAMPLES) < set(ONE_PASS) and {"jetspec", "dflare", "peagle"} < set(ONE_PASS)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ONE_PASS)
 def test_lossless_in_a_refilled_ragged_batch(name: str, temperature: float) -> None:
@@ -81,6 +82,7 @@ def test_rules_for_chains_refuse_them(rule: str) -> None:
     check_shape("traversal", DartreeShape(6, 3, 3, 8))
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("name", "temperature"), [*((name, 1.0) for name in ONE_PASS), ("dspark", 0.0)]
 )
@@ -92,6 +94,7 @@ def test_a_step_asks_the_device_for_nothing(name: str, temperature: float) -> No
         step_on_device(lanes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("name", "temperature"), [*((name, 1.0) for name in EXAMPLES), ("dspark", 0.0)]
 )
@@ -105,6 +108,7 @@ def test_a_recorded_step_decodes_other_prompts(name: str, temperature: float) ->
     assert {c.request.index: c.tokens for c in engine.run(ITEMS)} == plain(temperature)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_batch_and_its_refills_draft_what_single_rows_draft(name: str) -> None:
     target, config = random_target(), DecodeConfig(temperature=1.0, **DARTREE)

@@ -110,6 +110,7 @@ def test_nothing_is_kept_before_the_compiler_has_ended(own_folder: Path) -> None
     assert not own_folder.exists()
 
 
+@pytest.mark.slow
 def test_other_weights_shapes_and_threads_are_compiled_anew(counting: Counting) -> None:
     check(compiled(layer()), layer())
     check(compiled(layer(1)), layer(1))

@@ -27,6 +27,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 @pytest.mark.parametrize(
     ("name", "temperature"),
@@ -40,6 +41,7 @@ def test_a_step_of_every_kind(name: str, shape: str, temperature: float) -> None
         step_on_device(lanes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_a_step_of_plain_decoding_with_every_setting(sampling: str) -> None:
     lanes = under_way(random_target(), None, DecodeConfig(batch_size=3, **SAMPLING[sampling]))
@@ -47,6 +49,7 @@ def test_a_step_of_plain_decoding_with_every_setting(sampling: str) -> None:
         step_on_device(lanes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_a_drafted_step_with_every_setting(sampling: str, shape: str) -> None:
@@ -57,6 +60,7 @@ def test_a_drafted_step_with_every_setting(sampling: str, shape: str) -> None:
         step_on_device(lanes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("rule", "shape"),
     [

@@ -83,12 +83,14 @@ def test_changing_the_drafter_changes_no_token(shape: str, lag: int) -> None:
     assert texts == plain()
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kind_drafts_beside_another_takes_over_and_is_taken_over_from(name: str) -> None:
     acts = {2: pair(name, odd), 8: settle(True), 12: change("ngram"), 15: change(name)}
     assert served(session_of("eagle3"), acts)[0] == plain()
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def outcome(found: dict[int, Completion]) -> dict[int, Any]:
 CASES = [(kind, shape) for kind in kind_names() for shape in SHAPES] + [("eagle3", "dynamic")]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("kind", "shape", "temperature"),
     [(*case, 1.0) for case in CASES] + [("eagle3", shape, 0.0) for shape in (*SHAPES, "dynamic")],

@@ -64,6 +64,7 @@ def served(session: Session, items: list[Request], every: int) -> dict[int, list
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -79,6 +80,7 @@ def test_requests_with_settings_of_their_own_get_their_own_text(
     assert found == {item.index: alone(item) for item in items}
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize(
     ("rule", "shape"),
@@ -118,6 +120,7 @@ def test_rules_that_weigh_drafts_give_every_request_its_own_text(
     assert changed > 2 if shape != "dynamic" else changed == 0
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kind_decodes_the_rows_in_use_alone(name: str) -> None:
     target, items = random_target(), mixed(5)

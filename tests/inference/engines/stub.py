@@ -5,6 +5,7 @@ the engines' documented formats."""
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections import deque
@@ -225,7 +226,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize" and self.stub.tokenize is not None:
             with self.stub.lock:
                 said = self.stub.tokenize.popleft() if self.stub.tokenize else {"count": 9}
-            self.send(200, json.dumps(said).encode()) if said else self.connection.close()
+            if said:
+                self.send(200, json.dumps(said).encode())
+            else:  # closing alone leaves the client waiting: other objects hold the socket
+                self.connection.shutdown(socket.SHUT_RDWR)
             return
         if self.path not in ("/v1/chat/completions", "/v1/completions"):
             self.send(404, b"{}")
@@ -299,7 +303,7 @@ def serving(**settings: Any) -> Iterator[Stub]:
     handler = type("Handler", (_Handler,), {"stub": stub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     stub.base = f"http://127.0.0.1:{server.server_address[1]}"
     try:

@@ -217,7 +217,14 @@ def greedy(file: Path, prompt: list[int], count: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["distilled_layers", "distilled_tied", "distilled_qwen2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distilled_layers",
+        pytest.param("distilled_tied", marks=pytest.mark.slow),
+        pytest.param("distilled_qwen2", marks=pytest.mark.slow),
+    ],
+)
 def test_llama_cpp_writes_the_same_text(tmp_path: Path, name: str) -> None:
     """A distilled drafter in llama.cpp, against transformers on the folder for transformers."""
     llama_cpp()

@@ -32,6 +32,7 @@ LAYOUT_OF = {
 WEIGHTS = "model.safetensors"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("quantise", ["int8", "fp8", "nvfp4"])
 @pytest.mark.parametrize("name", LAYOUT_OF)
 def test_weights_come_back_within_the_bound(

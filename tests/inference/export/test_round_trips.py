@@ -39,6 +39,7 @@ from tests.inference.export.ground import (
 from tests.oracle.compare import forward_gap
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(("name", "engine"), EXPORTS, ids=[" to ".join(pair) for pair in EXPORTS])
 def test_an_export_is_right_and_comes_back_to_the_bit(
     target: TargetModel, tmp_path: Path, name: str, engine: str

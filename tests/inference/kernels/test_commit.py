@@ -59,6 +59,7 @@ def same(left: Walk, right: Walk) -> bool:
     return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nodes", [1, 2, 33, 64, 65])
 @pytest.mark.parametrize("shape", ["chain", "siblings", "random", "dynamic"])
@@ -149,6 +150,7 @@ def after(move: Callable[..., Any], given: Move) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("nodes", "depth"), [(2, 1), (33, 8), (64, 20), (65, 3)])
@@ -213,6 +215,7 @@ def test_a_view_of_a_larger_storage_is_moved_in_place() -> None:
 # Writing
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("key_size", "value_size"), [(16, 16), (24, 7), (3, 40)])

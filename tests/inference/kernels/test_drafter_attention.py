@@ -105,6 +105,7 @@ class Counter:
         return TREE_ATTENTION.reference(*given, **more)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in REMEMBERING])
 def test_every_recipe_drafts_the_same_by_the_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -127,6 +127,7 @@ def kernel(
     return picks.cpu()
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 1), (2, 1024), (1, 2500)])

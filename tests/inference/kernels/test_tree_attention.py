@@ -237,12 +237,14 @@ LEVELS = {
 """Some of the nodes ask, as a level of a draft does."""
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_equals_the_reference(case: Case, device: str) -> None:
     check(case, device)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", LEVELS.values(), ids=LEVELS.keys())
 def test_a_level_equals_the_reference(case: Case, device: str) -> None:
@@ -311,6 +313,7 @@ def test_a_row_comes_out_the_same_alone_and_in_any_capacity(device: str) -> None
     assert torch.equal(run_kernels((alone, named), 32), batch[:1])
 
 
+@pytest.mark.rotated
 @ON_CPU
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_the_text_part_is_the_target(composite: tuple[str, Any, TargetModel]) ->
     check_trees(target, model, (5, 1, 12), share=share)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_with_drafts_is_the_plain_text(
     composite: tuple[str, Any, TargetModel], shape: str

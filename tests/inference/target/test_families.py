@@ -104,12 +104,14 @@ def check_trees(
     assert float(expected.detach().std(0).max()) > 100 * share * max(scale, 1.0)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("lengths", BATCHES, ids=["one row", "ragged"])
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_tree_logits_are_the_models_own(family: str, lengths: tuple[int, ...]) -> None:
     check_trees(random_target(family), random_model(family), lengths)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("family", SIZED_FAMILIES)
 def test_tree_logits_of_further_families_are_the_models_own(family: str) -> None:
     require_supported("some/model", random_model(family).config)
@@ -138,6 +140,7 @@ def own_generation(model: Any, prompt: tuple[int, ...], new: int) -> list[int]:
     return [int(token) for token in out[0, len(prompt) :]]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("family", GENERATING)
 def test_text_with_drafts_is_the_plain_text_and_transformers_own(family: str) -> None:
     target, model, items = random_target(family), random_model(family), requests(3, new=16)

@@ -48,6 +48,7 @@ def test_every_family_that_is_allowed_is_tested() -> None:
     assert set(INDEXED_FAMILIES) == INDEXED
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("family", INDEXED_FAMILIES)
 def test_nodes_are_those_of_single_steps(family: str, shape: str) -> None:
@@ -88,6 +89,7 @@ def test_prompts_read_in_chunks_are_the_same(family: str) -> None:
     assert max(gaps["own"], gaps["prefill"]) < OWN, gaps
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("family", INDEXED_FAMILIES)
 def test_packed_documents_do_not_see_each_other(family: str) -> None:
     target = random_target(family)
@@ -144,6 +146,7 @@ def test_a_mask_without_the_tree_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 # Text
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", INDEXED_FAMILIES)
 def test_text_with_drafts_is_the_plain_text(family: str, shape: str) -> None:
@@ -160,6 +163,7 @@ DENSE: dict[str, Any] = {"mlp_layer_types": ["dense"] * 4}
 """No experts: they look at values in the library itself, for every target."""
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_a_recorded_step_asks_for_nothing_and_decodes_other_prompts(shape: str) -> None:
     target = random_target("glm_moe_dsa", **DENSE)
@@ -184,6 +188,7 @@ def test_a_compiled_step_writes_the_same_text() -> None:
     assert {i: c.tokens for i, c in found.items()} == {i: c.tokens for i, c in plain.items()}
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_kind_drafts_for_an_indexed_target(name: str) -> None:
     """Or says that it needs layers of another sort."""

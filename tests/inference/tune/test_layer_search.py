@@ -182,8 +182,11 @@ def test_parts_become_a_heads_settings() -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    [[], ["--sublayers"], ["--kind", "distilled"]],
-    ids=["layers", "sublayers", "distilled"],
+    [
+        pytest.param(["--sublayers"], id="sublayers"),
+        pytest.param([], id="layers", marks=pytest.mark.slow),
+        pytest.param(["--kind", "distilled"], id="distilled", marks=pytest.mark.slow),
+    ],
 )
 def test_the_script_writes_a_recipe_that_builds(tmp_path: Path, extra: list[str]) -> None:
     asked = (

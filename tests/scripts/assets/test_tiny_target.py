@@ -451,6 +451,7 @@ def test_export_refuses_what_does_not_belong_together(
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.slow
 def test_the_commands_make_a_target(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

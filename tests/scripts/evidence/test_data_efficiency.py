@@ -143,6 +143,7 @@ def test_arms_between_other_sizes_are_refused(tmp_path: Path) -> None:
         require_same_sizes(tmp_path / "report", kinds, [500, *SIZES])
 
 
+@pytest.mark.slow
 def test_a_command_with_fewer_sizes_and_arms_keeps_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

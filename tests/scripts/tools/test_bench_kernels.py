@@ -26,6 +26,7 @@ TOY = Sizes(
 )
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_compares_equal_results_with_reference_and_copy(name: str, device: str) -> None:

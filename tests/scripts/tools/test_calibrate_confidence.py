@@ -33,6 +33,7 @@ def test_what_is_recorded_is_what_decoding_did() -> None:
     assert odds.shape == (len(accepted), 4) and bool(torch.isfinite(odds).all())
 
 
+@pytest.mark.slow
 def test_a_calibrated_copy_is_written_and_errors_fall(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def arguments(checkpoint: Path, out: Path, *more: str) -> list[str]:
     return [str(checkpoint), *few, "--out", str(out), *more]
 
 
+@pytest.mark.slow
 def test_the_tree_is_an_option_that_decodes(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

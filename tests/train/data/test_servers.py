@@ -146,7 +146,7 @@ def serving(standin):
     """The stand-in at an address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.standin, server.daemon_threads = standin, True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

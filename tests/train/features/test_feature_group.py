@@ -43,7 +43,7 @@ def figures(out: Path) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("trainers", "targets", "transport"),
     [
-        (1, 1, "auto"),
+        pytest.param(1, 1, "auto", marks=pytest.mark.slow),
         pytest.param(2, 1, "host", marks=pytest.mark.slow),
         pytest.param(2, 1, "device", marks=pytest.mark.slow),
         (2, 2, "device"),

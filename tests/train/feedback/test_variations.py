@@ -116,6 +116,7 @@ def test_the_target_writes_prompts_that_begin_like_given_ones(
         )
 
 
+@pytest.mark.slow
 def test_each_is_what_the_target_writes_alone(answers: Path, tmp_path: Path) -> None:
     """Batched as here, and one at a time with the same seed, from the same begin."""
     import random

@@ -49,6 +49,7 @@ def test_every_family_that_is_allowed_is_tested() -> None:
     assert set(RECURRENT_FAMILIES) >= RECURRENT
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_nodes_and_committed_states_are_those_of_single_steps(family: str, shape: str) -> None:
@@ -129,6 +130,7 @@ def test_a_planted_fault_shows(fault: Any, families: tuple[str, ...]) -> None:
 # Text
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_text_with_drafts_is_the_plain_text(family: str, shape: str) -> None:
@@ -146,6 +148,7 @@ def test_text_with_drafts_is_the_plain_text(family: str, shape: str) -> None:
 # What a cache holds
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_sizes_are_what_is_allocated(family: str) -> None:
     target = random_target(family, recurrent=True)

@@ -55,6 +55,7 @@ def target_of(family: str) -> TargetModel:
     return random_target(family, recurrent=True, **changes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 @pytest.mark.parametrize("family", DENSE)
 def test_a_step_asks_the_device_for_nothing(family: str, shape: str) -> None:
@@ -65,6 +66,7 @@ def test_a_step_asks_the_device_for_nothing(family: str, shape: str) -> None:
         step_on_device(lanes)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 @pytest.mark.parametrize(
     "family", ["qwen3_5_text", "falcon_h1", "mamba", "lfm2", "recurrent_gemma"]
@@ -82,6 +84,7 @@ def test_a_recorded_step_decodes_other_prompts(family: str, shape: str) -> None:
     assert found == plain_texts(items, family, recurrent=True, temperature=1.0)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     ("shape", "temperature"), [("chain", 0.0), ("tree", 1.0), ("dynamic", 1.0)]
 )
@@ -120,6 +123,7 @@ def test_a_compiled_step_writes_the_same_text(family: str, shape: str) -> None:
 # Training
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     "family", [*DENSE, "qwen3_next", "jamba", "zamba", "zamba2", "nemotron_h", "minimax", "zaya"]
 )

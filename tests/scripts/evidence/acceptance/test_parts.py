@@ -71,6 +71,7 @@ def test_every_part_leaves_a_file_and_one_that_fails_stops_no_other(
     assert run_parts("speed", parts[2:3], SETTING, tmp_path, 100, "x")
 
 
+@pytest.mark.slow
 def test_parts_that_measure_no_time_run_beside_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

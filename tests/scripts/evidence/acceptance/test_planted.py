@@ -166,6 +166,7 @@ def test_a_clock_that_books_half_a_percent(name: str, monkeypatch: pytest.Monkey
     assert failed(name) == {"booked over wall seconds"}
 
 
+@pytest.mark.slow
 def test_a_test_that_fails(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text("def test_it():\n    assert False\n")
