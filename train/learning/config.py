@@ -63,7 +63,7 @@ class LearnConfig:
     """Amount by which a candidate's tau on held-out traffic must exceed the served drafter's before
     the server compares both."""
     trial_share: OpenFraction = 0.5
-    """Share of the server's rows that draft with the candidate during a comparison."""
+    """Share of the server's requests that draft with the candidate during a comparison."""
     error_rate: OpenFraction = 0.01
     """Probability of ever accepting a candidate that is not better, per candidate and for any
     number of looks."""
