@@ -167,6 +167,11 @@ class Rememberer(Drafter, Protocol):
         ...
 
 
+def remembers(drafter: Any) -> bool:
+    """Whether `drafter`, or a part of it, is a `Rememberer`."""
+    return hasattr(drafter, "forget")
+
+
 def forget(drafter: Any) -> None:
     """Make `drafter` forget, if it is a `Rememberer`; drafters made of others pass the call on."""
     drop = getattr(drafter, "forget", None)

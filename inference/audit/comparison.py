@@ -11,10 +11,10 @@ leaves the replay, the margin is at most twice the largest such change; otherwis
 
 If the routes' logits differ by more than the number format explains, it is also a mismatch: one of
 the routes is wrong. Scores are what the decoder maximises: the logits after the processors, applied
-to the answer's own text. On a GPU the replay verifies as decoding does, with the attention kernel;
-the whole text at once uses torch's attention.
+to the answer's own text, with the masks of the request's grammar. On a GPU the replay verifies as
+decoding does, with the attention kernel; the whole text at once uses torch's attention.
 
-Legend: V vocabulary.
+Legend: V vocabulary, W = V / 32 words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.decoding.sampling.processors import Prefix, process
+from inference.decoding.structured.grammars import Grammars
+from inference.decoding.structured.matcher import DeadEndError
+from inference.decoding.structured.rows import forbid
 from inference.kernels.reference.noise import gumbel_noise
 from inference.target.model import TargetModel
 
@@ -222,6 +225,24 @@ class _Replay:
         tokens, self.prompt = self.request.tokens, len(self.request.tokens)
         self.text = torch.tensor([[*tokens, *self.answer]], device=self.target.device)
         self.cache = self.target.new_cache(1, self.text.shape[1] + 1)
+        self.masks = self._masks()
+
+    def _masks(self) -> list[Tensor]:
+        """The tokens [W] int32 that the request's grammar allows before every token of the answer;
+        empty without one, and none behind a token that it does not allow."""
+        if self.request.constraint is None:
+            return []
+        matcher = Grammars.of(self.target).matcher(self.request.constraint)
+        found = []
+        for token in self.answer:
+            words = torch.zeros(1, -(-self.target.info.vocab_size // 32), dtype=torch.int32)
+            matcher.masks(words, [token], [[]])
+            found.append(words[0].to(self.target.device))
+            try:
+                matcher.accept([token])
+            except DeadEndError:
+                break
+        return found
 
     @torch.no_grad()
     def steps(self, width: int = 1) -> Iterator[Tensor]:
@@ -271,7 +292,10 @@ class _Replay:
         root = TokenTree.chain(0, device)
         lengths = torch.tensor([end - 1], device=device)
         prefix = Prefix(self.text[:, :end], lengths, self.text[:, end - 1 : end], root)
-        logits = process(logits[None, None], self.sampling, prefix)[0, 0]
+        logits = process(logits[None, None], self.sampling, prefix)
+        if place < len(self.masks):
+            logits = forbid(logits, self.masks[place][None, None])
+        logits = logits[0, 0]
         if self.sampling.greedy:
             return logits.to(torch.promote_types(logits.dtype, torch.float32))
         seeds = torch.tensor([self.request.seed], dtype=torch.int64, device=device)

@@ -40,6 +40,7 @@ from inference.decoding.config import DecodeConfig, Shape
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.rules.names import CHAINS_ONLY
+from inference.decoding.structured.constraint import Constraint
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.report.model import DeviceFacts
 from inference.target.hardware import device_facts
@@ -59,6 +60,7 @@ UNPROCESSED: Changes = {
     "repetition_penalty": 1.0,
     "logit_bias": (),
     "bad_words": (),
+    "structure": "",
 }
 """The settings that cases of the processors check and the distribution check start from."""
 MOST_DIVERGENCES = 3
@@ -132,7 +134,11 @@ class _Precision:
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self.requests = choose_requests(self.config, self.decode, self.target, self.prompts)
+        follows = Constraint.read(self.decode.structure)
+        self.requests = [
+            replace(request, constraint=request.constraint or follows)
+            for request in choose_requests(self.config, self.decode, self.target, self.prompts)
+        ]
         self.real = [
             Arm(item.name, item.load(self.target), item.decode) for item in self.contestants
         ]
@@ -162,6 +168,8 @@ class _Precision:
 
     def processors(self) -> None:
         """Every processor and filter separately, and all together."""
+        # bad words may leave no token that a grammar allows
+        self.requests = [replace(request, constraint=None) for request in self.requests]
         unprocessed: dict[float, Answers] = {}  # by temperature
         for temperature in (0.0, 1.0):
             decode = self.settings({**UNPROCESSED, "temperature": temperature})

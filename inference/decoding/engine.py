@@ -87,6 +87,15 @@ class Generation:
         )
 
 
+@dataclass
+class _Kept:
+    """Buffers of the last run, which an engine shares with its copies of other limits and seeds.
+    made_of: the versions of the weights that they were built with."""
+
+    lanes: Lanes | None
+    made_of: tuple[int, int, int]
+
+
 class Engine:
     """Decodes requests with one target and at most one drafter; reusable, one `run` at a time.
 
@@ -113,8 +122,7 @@ class Engine:
         self.tree, self.capacity = tree, capacity
         self.constraint = Constraint.read(self.decode.structure)
         self.clock = StepClock(target.device)
-        self._lanes: Lanes | None = None
-        self._made_of = self._versions  # the weights that the lanes were built with
+        self._kept = _Kept(None, self._versions)
         self._run: BatchRun | None = None
         self._last_bytes = 0
         if isinstance(drafter, TrainableDrafter):
@@ -224,7 +232,7 @@ class Engine:
     @property
     def captured(self) -> bool:
         """Whether a step of the last run's buffers was captured and replayed after that."""
-        return self._lanes is not None and self._lanes.runner.captured
+        return self._kept.lanes is not None and self._kept.lanes.runner.captured
 
     # Token ids in, completions out
 
@@ -358,14 +366,14 @@ class Engine:
         """Buffers for these requests: those of the last run if they fit."""
         rows = min(self.decode.batch_size, len(requests))
         capacity = self._capacity(requests)
-        lanes = self._lanes
+        lanes = self._kept.lanes
         fits = lanes is not None and lanes.count == rows and lanes.capacity >= capacity
-        if lanes is None or not fits or self._made_of != self._versions:
-            self._lanes = None  # free the old buffers before new ones are allocated
+        if lanes is None or not fits or self._kept.made_of != self._versions:
+            self._kept.lanes = lanes = None  # free the old buffers before new ones are allocated
             longest = max(len(request.tokens) for request in requests)
             self.require_memory(rows, capacity, min(self.decode.prefill_chunk, longest))
-            self._lanes = lanes = self.new_lanes(rows, capacity, details=self.details)
-            self._made_of = self._versions
+            lanes = self.new_lanes(rows, capacity, details=self.details)
+            self._kept.lanes, self._kept.made_of = lanes, self._versions
         return lanes
 
     def new_lanes(self, rows: int, capacity: int, **more: Any) -> Lanes:

@@ -37,7 +37,7 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
     if not config.repo:
         raise UserError("pull.repo is not set: give the repository as 'user/name'.")
     left = out / PARTIAL_FILE
-    if left.is_file() and read_object(left).get("repo") == config.repo:
+    if left.is_file() and read_object(left).items() >= asked_by(config).items():
         left.unlink(missing_ok=True)  # from a pull that was killed when all files were there
         return out
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
@@ -49,6 +49,12 @@ def pull(config: PullConfig, out: Path, *, console: Console | None = None) -> Pa
         text = _pull(config, partial, out)
     (console or make_console()).print(text, soft_wrap=True)
     return out
+
+
+def asked_by(config: PullConfig) -> dict[str, str]:
+    """What a pull is asked for, as `PARTIAL_FILE` records it."""
+    own = {"repo": config.repo, "what": config.what, "revision": config.revision}
+    return {"stage": "pull", **own}
 
 
 def _pull(config: PullConfig, partial: Path, out: Path) -> str:
@@ -63,7 +69,7 @@ def _pull(config: PullConfig, partial: Path, out: Path) -> str:
             f"{MANIFEST_FILE}). Fetch it with `hf download` and read it with `headstart import`."
         )
     wanted = _part(config, names)
-    asked = {"stage": "pull", "repo": config.repo, "commit": commit}
+    asked = {**asked_by(config), "commit": commit}
     begun = partial / PARTIAL_FILE
     if begun.is_file() and read_object(begun) != asked:
         keep_only(partial, ())  # the files that arrived are of another drafter

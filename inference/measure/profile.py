@@ -159,7 +159,7 @@ def make_blocks(
         seed, tokens = prompt_seed(arm.decode.seed, f"{name}/{visit}"), request.tokens
         if setting.sweep == "context":
             tokens = context_of(list(requests.values()), number, setting.context)
-        return Request(place, tokens, seed, request.max_new_tokens)
+        return replace(request, index=place, tokens=tokens, seed=seed)
 
     return [[made(block, place) for place in range(size)] for block in range(config.blocks)]
 
@@ -222,8 +222,8 @@ def _engines(
     drafts: dict[int, DecodeConfig] = {}
     if setting.sweep == "batch":
         depths = [depth for depth in chains if depth <= shape.max_depth]
-        chain = replace(decode, shape="chain", choices=())
-        drafts = {depth: replace(chain, depth=depth) for depth in depths}
+        bare: dict[str, Any] = {"choices": (), "adaptive_lengths": (), "adaptive_costs": ()}
+        drafts = {depth: replace(decode, shape="chain", depth=depth, **bare) for depth in depths}
     if setting.sweep != "batch" or not shape.is_chain:
         drafts[OWN] = decode
     if not drafts:

@@ -29,7 +29,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
-from heads.api.drafter import TrainableDrafter, forget
+from heads.api.drafter import TrainableDrafter, forget, remembers
 from heads.api.errors import UserError
 from inference.audit.comparison import AuditReport, audit
 from inference.decoding.arm import Arm
@@ -254,10 +254,16 @@ class _Session:
         """One repeat: all arms for every prompt, in a rotating order. advance: called after each
         answer."""
         names, records = self.names, self.records
+        done = {prompt.id for prompt in self.prompts if records.has(prompt.id, repeat)}
+        if len(done) == len(self.prompts):
+            return
+        remembering = [arm.name for arm in self.arms if remembers(arm.drafter)]
         for arm in self.arms:  # a drafter's memory of the warm-up or of an earlier repeat
             forget(arm.drafter)
         for request, prompt in zip(self.requests, self.prompts, strict=True):
-            if records.has(prompt.id, repeat):
+            if prompt.id in done:
+                for name in remembering:  # again, as the process that had the answers is gone
+                    self.record(name, request, prompt.id, repeat)
                 continue
             turn = (request.index + repeat) % len(names)
             for name in (*names[turn:], *names[:turn]):
@@ -411,7 +417,7 @@ class _Session:
         found = self.records.of(arm.name)
         return audit(
             self.target,
-            [self.by_id[record.prompt] for record in found],
+            [self.engines[arm.name].constrained(self.by_id[record.prompt]) for record in found],
             [plain[record.prompt, record.repeat] for record in found],
             [record.tokens for record in found],
             arm.decode.sampling(),

@@ -24,11 +24,12 @@ class Answer:
     def __init__(self, service: Service, asked: Asked, tickets: Sequence[Ticket]) -> None:
         self.service, self.asked, self.tickets = service, asked, tickets
         job = tickets[0].job
+        ends = service.engine.target.eos_token_ids
         self.envelope = Envelope(asked.kind, job.id, service.name, int(time.time()))
         self.counts = [0] * len(tickets)
         """Tokens of every choice so far."""
         self.writers = [
-            ChoiceWriter(asked, index, ticket.job.prompt, self._echo(index), service.texts)
+            ChoiceWriter(asked, index, ticket.job.prompt, self._echo(index), service.texts, ends)
             for index, ticket in enumerate(tickets)
         ]
 
@@ -139,3 +140,5 @@ async def together(works: Sequence[Coroutine[Any, Any, Found]]) -> list[Found]:
     finally:
         for task in tasks:
             task.cancel()
+        # what they send is whole before anything else is sent
+        await asyncio.gather(*tasks, return_exceptions=True)

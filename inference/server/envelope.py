@@ -3,12 +3,13 @@ log-probabilities if requested."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inference.decoding.logprobs import TokenLogprobs
 from inference.server.protocol import CHAT, Asked
 from inference.server.token_text import TokenTexts
+from inference.target.text_pieces import TextPieces
 
 Json = dict[str, object]
 """A JSON object that is sent."""
@@ -42,15 +43,26 @@ class Envelope:
 
 class ChoiceWriter:
     """Writes one choice of a response to `asked`. index: its number; prompt: its token ids; echo:
-    the prompt's text, which comes first if requested."""
+    the prompt's text, which comes first if requested; ends: end-of-text tokens, which are not
+    shown."""
 
     def __init__(
-        self, asked: Asked, index: int, prompt: tuple[int, ...], echo: str, texts: TokenTexts
+        self,
+        asked: Asked,
+        index: int,
+        prompt: tuple[int, ...],
+        echo: str,
+        texts: TokenTexts,
+        ends: Sequence[int],
     ) -> None:
         self.asked, self.index, self.prompt = asked, index, prompt
         self.echo, self.texts = echo, texts
-        self._offset = 0
-        """Characters of the tokens whose log-probabilities were written so far."""
+        # the text of the tokens whose log-probabilities were written so far, of prompt and answer
+        given = asked.prompts[index // asked.choices] if asked.echo else ()
+        self._read = TextPieces(texts.tokenizer, (), special=not isinstance(given, str))
+        self._pieces = TextPieces(texts.tokenizer, ends)
+        self._left = len(prompt) if asked.echo else 0
+        """Tokens of an echoed prompt that were not written yet."""
 
     def whole(
         self,
@@ -126,8 +138,13 @@ class ChoiceWriter:
         """Lists with an entry per token; a token is included in its most likely tokens."""
         name, offsets = self.texts.name, []
         for token in (*first, *(score.token for score in scores)):
-            offsets.append(self._offset)
-            self._offset += len(self.texts.text(token))
+            if self._left:
+                self._left -= 1
+                offsets.append(min(len(self._read.text), len(self.echo)))
+                self._read.add([token])
+            else:
+                offsets.append(len(self.echo) + len(self._pieces.text))
+                self._pieces.add([token])
         none = [None] * len(first)
         shown = [
             {name(token): max(value, LOWEST) for token, value in (*s.top, (s.token, s.logprob))}

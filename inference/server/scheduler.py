@@ -270,11 +270,11 @@ class Scheduler:
         self.metrics.waiting.set(max(0, len(self._live) - running))
 
     def _take(self, session: Session) -> None:
-        """Process everything in the inbox; wait for an entry if there is nothing to decode. Then
-        assign free rows to clients in turn."""
+        """Process everything in the inbox; wait for an entry if there is nothing to decode or to
+        send. Then assign free rows to clients in turn."""
         while True:
             try:
-                idle = not (session.unfinished or len(self._waiting))
+                idle = not (session.unfinished or len(self._waiting) or self._out)
                 order, job = self._inbox.get(block=idle)
             except queue.Empty:
                 break

@@ -378,10 +378,12 @@ class Service:
         if asked.limit is not None:
             limit = max(asked.limit, 1)
         if room < 1 or limit > room:
+            given = limit if asked.limit is None else asked.limit
+            spare = "" if given else "; a prompt alone takes one position more"
             raise ApiError(
                 400,
                 f"this server has {self.context} positions per request; the prompt takes "
-                f"{len(prompt)} and 'max_tokens' is {limit}. Shorten one of them.",
+                f"{len(prompt)} and 'max_tokens' is {given}. Shorten one of them{spare}.",
                 "max_tokens" if room >= 1 else "prompt",
                 "context_length_exceeded",
             )

@@ -88,11 +88,11 @@ class DrafterSwaps:
             ended = session.pair_with(drafter, choose)
             self._candidate, names = name, (self._current, name)
             self.scheduler.trial = TrialCounts(*names, share, most, depth, self.metrics.booked)
+            self.metrics.trial.set(1)  # on the worker's thread, as the end after a failed step
             return ended
 
         with self._turn:
             name = self._take(checkpoint, pair)
-            self.metrics.trial.set(1)
             logger.info("'%s' is tried beside '%s', share %g", name, self._current, share)
 
     def trial(self) -> TrialState | None:
@@ -112,7 +112,7 @@ class DrafterSwaps:
             return ended
 
         with self._turn:
-            self.scheduler.call(settle)
+            self._call(settle, self._candidate)
             self.metrics.trial.set(0)
             if keep:
                 self._current = self._candidate
@@ -148,8 +148,6 @@ class DrafterSwaps:
             self.metrics.swaps.labels("refused").inc()
             logger.warning("'%s' is not taken as drafter: %s", checkpoint, error)
             raise
-        if self.scheduler.trial is None:
-            self.metrics.swaps.labels("installed").inc()
         logger.info("'%s' was loaded and taken in %.1f s", name, time.perf_counter() - began)
         return name
 

@@ -11,7 +11,7 @@ from inference.target.text_pieces import TextPieces
 
 class StopText:
     """Converts tokens to text. tokens: tokens taken so far, up to the one that completed a stop
-    string. least: the first `least` tokens are not searched for stop strings."""
+    string. least: no stop string that the first `least` tokens complete ends the text."""
 
     def __init__(
         self, tokenizer: Any, ends: Sequence[int], stops: tuple[str, ...], least: int = 0
@@ -34,7 +34,7 @@ class StopText:
                 break
             self.tokens += 1
             piece = self.pieces.add([token])
-            shown += piece if self.tokens <= self.least else self._decide(piece)
+            shown += self._decide(piece, self.tokens > self.least)
         return shown
 
     def rest(self) -> str:
@@ -46,12 +46,14 @@ class StopText:
             shown, self._held = shown + self._held, ""
         return shown
 
-    def _decide(self, piece: str) -> str:
-        """The part of the withheld text and `piece` that can be shown."""
+    def _decide(self, piece: str, search: bool = True) -> str:
+        """The part of the withheld text and `piece` that can be shown. search: stop strings may end
+        here; otherwise text with which one may begin is withheld all the same."""
         if not piece:
             return ""
         text = self._held + piece
-        found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        stops = self.stops if search else ()
+        found = [place for stop in stops if (place := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]

@@ -15,11 +15,12 @@ kept."""
 class TextPieces:
     """Turns tokens into text as they arrive; an incomplete character is held back.
 
-    ends: token ids that end a text and are not shown. text: the text shown so far.
+    ends: token ids that end a text and are not shown. special: special tokens are shown. text: the
+    text shown so far.
     """
 
-    def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
-        self.tokenizer, self.ends = tokenizer, frozenset(ends)
+    def __init__(self, tokenizer: Any, ends: Sequence[int], special: bool = False) -> None:
+        self.tokenizer, self.ends, self.special = tokenizer, frozenset(ends), special
         self.tokens: list[int] = []
         self.text = ""
         self._shown = 0  # characters shown of the text of `tokens`
@@ -35,7 +36,7 @@ class TextPieces:
         return self._from_shown(self._decoded(self.tokens))
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not self.special))
 
     def _from_shown(self, text: str) -> str:
         piece, self._shown = text[self._shown :], len(text)

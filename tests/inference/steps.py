@@ -75,7 +75,7 @@ def under_way(
     while passes < steps + 1:
         next(run)
         passes = engine.clock.passes
-    lanes = engine._lanes
+    lanes = engine._kept.lanes
     assert lanes is not None
     run.close()
     lanes.rows.active.fill_(True)

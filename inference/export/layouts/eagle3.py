@@ -25,6 +25,8 @@ from inference.export.layouts.base import IDS, Checkpoint, Imported, Target, Wri
 from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Json, Receiver
 
 MASK = "mask_hidden"
+MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")
+"""Keys of config.json that name P-EAGLE's mask token, as engines look for them."""
 VLLM_ONLY = ("norm_before_residual", "norm_before_fc", "qk_norm")
 """Options that SGLang lacks."""
 
@@ -186,7 +188,8 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     config = folder.config
     taps = read_taps(config, receiver.info.num_layers, folder.path)
     parallel = MASK in folder.tensors
-    return build(folder, config, receiver, taps, parallel=parallel, token=config.get("pard_token"))
+    token = next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+    return build(folder, config, receiver, taps, parallel=parallel, token=token)
 
 
 def build(
@@ -271,7 +274,7 @@ def read_embeddings(
     embedding, own = theirs.pop(EMBEDDING, None), receiver.weights.embedding
     if token is None:
         raise UserError(
-            f"'{folder.path}': config.json names no mask token (pard_token or mask_token_id)."
+            f"'{folder.path}': config.json names no mask token ({', '.join(MASK_TOKENS)})."
         )
     if embedding is None:
         receiver.notes.append(

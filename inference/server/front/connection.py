@@ -290,8 +290,9 @@ class Connection:
         view = memoryview(content)
         for start in range(0, len(view), PIECE):
             data = h11.Data(data=cast(bytes, view[start : start + PIECE]))
-            for part in self.http.send_with_data_passthrough(data) or ():
-                await self._write(part)
+            parts = self.http.send_with_data_passthrough(data) or ()
+            # at once: whoever is cancelled while it waits leaves no chunk without its data
+            await self._write(b"".join(parts))
 
     async def end(self) -> None:
         """Send the end of an answer."""

@@ -17,9 +17,12 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.structured.grammars import Grammars
+from inference.decoding.structured.matcher import allows
 from inference.target.loading import TargetConfig, describe, switch_attention
 from inference.target.model import TargetModel
 from tests.fakes import SometimesRight
+from tests.inference.decoding.structured.parts import asked, structured_target
 from tests.models import VOCAB, TokenIds, random_model, random_target
 
 PROMPT = (5, 17, 40, 8, 63)
@@ -356,3 +359,20 @@ def test_a_replay_reads_the_prompt_in_the_chunks_of_decoding(
     if chunk is not None:  # the control: otherwise these bits differ
         flips_alone(target, [item], [done.tokens], sampling, 4, exact=True)
         assert not torch.equal(read[-1][1], read[0][1])
+
+
+def test_a_replay_keeps_the_requests_grammar() -> None:
+    """Tokens that the grammar forces are no flips, and one that it forbids is a mismatch."""
+    target = structured_target()
+    (item,) = asked(["regex"], new=24)
+    answer = next(Engine(target, None, DecodeConfig(shape="none")).run([item])).tokens
+    greedy = SamplingSettings()
+    assert flips_alone(target, [item], [answer], greedy, width=4) == (len(answer), 0)
+    free = flips_alone(target, [replace(item, constraint=None)], [answer], greedy, width=4)
+    assert free[1] > 0, "the grammar forces nothing here"
+    words = torch.zeros(1, -(-target.info.vocab_size // 32), dtype=torch.int32)
+    assert item.constraint is not None
+    Grammars.of(target).matcher(item.constraint).masks(words, [0], [[]])
+    wrong = next(token for token in range(3, target.info.vocab_size) if not allows(words[0], token))
+    report = audit(target, [item], [answer], [[wrong, *answer[1:]]], greedy)
+    assert report.mismatches == 1

@@ -415,8 +415,8 @@ def test_a_recorded_step_decodes_other_prompts(mode: str) -> None:
     drafter = build("distilled", target)
     config = DecodeConfig(temperature=1.0, batch_size=2, **ADAPTIVE[mode])
     engine = Engine(target, drafter, config, capacity=96)
-    engine._lanes = under_way(target, drafter, config, count=2)
-    lanes = engine._lanes
+    engine._kept.lanes = under_way(target, drafter, config, count=2)
+    lanes = engine._kept.lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
     items = requests(4)
     found = {c.request.index: c.tokens for c in engine.run(items)}
@@ -431,7 +431,7 @@ def test_a_recorded_shorter_step_decodes_other_prompts(length: int) -> None:
     drafter = build("distilled", target)
     config = DecodeConfig(temperature=1.0, batch_size=2, **ADAPTIVE["lengths"])
     engine = Engine(target, drafter, config, capacity=96)
-    engine._lanes = lanes = under_way(target, drafter, config, count=2)
+    engine._kept.lanes = lanes = under_way(target, drafter, config, count=2)
 
     def step() -> Tensor:
         decoder = lanes.runner.decoder

@@ -138,7 +138,7 @@ def test_a_refused_assumption_leaves_the_state_of_drafting_afterwards() -> None:
         )
         steps = engine.run(items, yield_steps=True)
         for _ in steps:
-            lanes = engine._lanes
+            lanes = engine._kept.lanes
             assert lanes is not None
             seen.append([part.clone() for part in committed_parts(lanes.state)])
         if made_ahead:
@@ -219,7 +219,7 @@ def test_a_verification_that_fails_gives_the_state_back(monkeypatch: pytest.Monk
     steps = engine.run(items, yield_steps=True)
     for _ in range(4):
         next(steps)
-    lanes = engine._lanes
+    lanes = engine._kept.lanes
     assert lanes is not None
     before = [part.clone() for part in state_tensors(lanes.state, shared=True)]
 

@@ -105,7 +105,7 @@ def record(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def replayed(engine: Engine, step: Callable[[], Tensor]) -> None:
     """Make the engine's lanes replay `step`."""
-    lanes = engine._lanes
+    lanes = engine._kept.lanes
     assert lanes is not None
 
     @torch.no_grad()
@@ -132,8 +132,8 @@ def test_a_recorded_step_decodes_other_prompts(
     drafter = drafter_of(kind, target)
     config = DecodeConfig(temperature=temperature, batch_size=2, **ALL_SHAPES[shape])
     engine = Engine(target, drafter, config, capacity=96)
-    engine._lanes = under_way(target, drafter, config, count=2)
-    lanes = engine._lanes
+    engine._kept.lanes = under_way(target, drafter, config, count=2)
+    lanes = engine._kept.lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
     items = requests(5, new=14)
     found = {c.request.index: c.tokens for c in engine.run(items)}
@@ -144,10 +144,10 @@ def test_a_step_is_not_replayed_once_another_engine_has_merged_weights() -> None
     """Compiled layers replace weights, which frees those that the step was recorded with."""
     target, config, items = random_target(), DecodeConfig(batch_size=2), requests(5, new=14)
     engine = Engine(target, None, config, capacity=96)
-    engine._lanes = lanes = under_way(target, None, config, count=2)
+    engine._kept.lanes = lanes = under_way(target, None, config, count=2)
     replayed(engine, record(lambda: step_on_device(lanes)))
     texts = [{c.request.index: c.tokens for c in engine.run(items)}]
-    assert engine._lanes is lanes
+    assert engine._kept.lanes is lanes
     assert compile_layers(target, "eager")
     texts.append({c.request.index: c.tokens for c in engine.run(items)})
     assert texts == [plain_texts(items)] * 2
@@ -172,7 +172,7 @@ def test_a_recorded_step_with_every_setting(name: str) -> None:
         engine = Engine(target, drafter_of("eagle3", target), config, capacity=96)
         if recorded:
             assert engine.drafter is not None
-            engine._lanes = lanes = under_way(target, engine.drafter, config, count=2)
+            engine._kept.lanes = lanes = under_way(target, engine.drafter, config, count=2)
             replayed(engine, record(partial(step_on_device, lanes)))
         texts.append({c.request.index: c.tokens for c in engine.run(items)})
     assert texts[0] == texts[1]
@@ -184,7 +184,7 @@ def test_a_step_that_reads_a_length_on_the_host_is_caught() -> None:
     target = random_target()
     config = DecodeConfig(batch_size=2)
     engine = Engine(target, None, config, capacity=96)
-    engine._lanes = lanes = under_way(target, None, config, count=2, first=1)
+    engine._kept.lanes = lanes = under_way(target, None, config, count=2, first=1)
     longest = int(lanes.rows.lengths.max())
 
     def bounded() -> Tensor:

@@ -87,8 +87,8 @@ def test_an_error_on_the_device_reaches_the_host() -> None:
     engine, device = new_engine(), SlowDevice()
     with decoding_on(device, engine, 0.0):
         list(engine.run(requests(1, new=20)))
-        assert engine._lanes is not None
-        engine._lanes.runner.decoder.rule = None  # type: ignore[assignment]
+        assert engine._kept.lanes is not None
+        engine._kept.lanes.runner.decoder.rule = None  # type: ignore[assignment]
         with pytest.raises(AttributeError):
             list(engine.run(requests(1, new=20)))
 

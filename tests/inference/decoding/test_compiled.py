@@ -54,7 +54,7 @@ def compiled_engine(
     """An engine whose steps are compiled. details: passes say what was drafted."""
     drafter = None if kind is None else drafter_of(kind, target)
     engine = Engine(target, drafter, config, capacity=96, details=details)
-    engine._lanes = lanes = under_way(
+    engine._kept.lanes = lanes = under_way(
         target, drafter, config, count=config.batch_size, details=details
     )
     return engine, compile_steps(lanes)
@@ -90,8 +90,8 @@ def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothi
     rest = {c.request.index: c.tokens for c in engine.run(items[config.batch_size :])}
     assert first | rest == plain
     assert step.graphs == 1 and inference.decoding.execution.compiled.seconds_spent() == spent
-    assert engine._lanes is not None
-    clock = engine._lanes.runner.decoder.clock
+    assert engine._kept.lanes is not None
+    clock = engine._kept.lanes.runner.decoder.clock
     phases = {name for name, seconds in clock.seconds.items() if seconds}
     assert phases >= {"draft", "verify", "commit"}
 
@@ -249,7 +249,7 @@ def bounds(longest: list[int], dtype: torch.dtype) -> list[int]:
     target = random_target(dtype=dtype)
     engine = Engine(target, None, DecodeConfig(shape="none"), capacity=1500)
     next(iter(engine.run(requests(1, new=2))))
-    lanes = engine._lanes
+    lanes = engine._kept.lanes
     assert lanes is not None
     step = CompiledStep(lanes.runner.decoder, lanes.cache, lanes.rows)
     return [step.bound(one) for one in longest]

@@ -34,8 +34,8 @@ def answers(target: TargetModel, batch_size: int, compiled: bool = True) -> dict
     cache; without compiled layers it means nothing."""
     config = DecodeConfig(batch_size=batch_size, depth=2)
     engine = Engine(target, drafter_of("medusa", target), config, capacity=64)
-    engine._lanes = engine.new_lanes(batch_size, 64, details=False)
-    engine._lanes.cache.writer.compiled = compiled
+    engine._kept.lanes = engine.new_lanes(batch_size, 64, details=False)
+    engine._kept.lanes.cache.writer.compiled = compiled
     return {c.request.index: c.tokens for c in engine.run(requests(3, new=10))}
 
 

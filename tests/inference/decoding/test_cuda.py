@@ -61,7 +61,7 @@ def test_captured_steps_decode_what_launched_steps_decode(kind: str, shape: str)
         config = DecodeConfig(batch_size=2, graph=graph, temperature=1.0, **ALL_SHAPES[shape])
         engine = Engine(target, drafter, config, capacity=128)
         texts += [tokens(engine) for _ in range(runs)]  # the last replays from its first step on
-        assert engine._lanes.runner.captured == (graph == "auto")  # type: ignore[union-attr]
+        assert engine._kept.lanes.runner.captured == (graph == "auto")  # type: ignore[union-attr]
     assert all(text == texts[0] for text in texts)
 
 
@@ -72,7 +72,7 @@ def test_a_step_never_synchronises(kind: str) -> None:
         target, drafter_on(target, kind), DecodeConfig(batch_size=2, graph="off"), capacity=128
     )
     tokens(engine, 2)
-    lanes = engine._lanes
+    lanes = engine._kept.lanes
     assert lanes is not None
     lanes.rows.active.fill_(True)
     torch.cuda.synchronize()

@@ -103,7 +103,7 @@ def test_a_recorded_step_decodes_other_prompts(name: str, temperature: float) ->
     drafter = drafter_of(name, target)
     config = DecodeConfig(temperature=temperature, batch_size=2, **DARTREE)
     engine = Engine(target, drafter, config, capacity=96)
-    engine._lanes = lanes = under_way(target, drafter, config, count=2)
+    engine._kept.lanes = lanes = under_way(target, drafter, config, count=2)
     replayed(engine, record(lambda: step_on_device(lanes)))
     assert {c.request.index: c.tokens for c in engine.run(ITEMS)} == plain(temperature)
 

@@ -355,11 +355,14 @@ def test_buffers_are_kept_between_runs() -> None:
     target = random_target()
     engine = Engine(target, drafter_of("distilled", target), DecodeConfig(batch_size=2))
     first = texts({c.request.index: c for c in engine.run(requests(4))})
-    address = engine._lanes.rows.lengths.data_ptr(), engine._lanes.state.keys[0].data_ptr()  # type: ignore[union-attr]
+    address = (
+        engine._kept.lanes.rows.lengths.data_ptr(),
+        engine._kept.lanes.state.keys[0].data_ptr(),
+    )  # type: ignore[union-attr]
     assert texts({c.request.index: c for c in engine.run(requests(4))}) == first
     assert address == (
-        engine._lanes.rows.lengths.data_ptr(),
-        engine._lanes.state.keys[0].data_ptr(),
+        engine._kept.lanes.rows.lengths.data_ptr(),
+        engine._kept.lanes.state.keys[0].data_ptr(),
     )  # type: ignore[union-attr]
 
 
@@ -367,3 +370,12 @@ def test_a_long_answer_needs_no_gradient_memory() -> None:
     target = random_target()
     (completion,) = Engine(target, drafter_of("eagle3", target)).run([Request(0, (5, 6), 1, 40)])
     assert len(completion.tokens) <= 40 and not torch.is_inference_mode_enabled()
+
+
+def test_calls_with_another_limit_share_the_buffers(micro: Path) -> None:
+    engine = Engine.load(micro, None, DecodeConfig(batch_size=1, max_new_tokens=8))
+    engine.generate(["Hello"], max_new_tokens=3)
+    lanes = engine._kept.lanes
+    assert lanes is not None
+    engine.generate(["Hello"], max_new_tokens=2)
+    assert engine._kept.lanes is lanes

@@ -88,17 +88,17 @@ def test_buffers_are_kept_until_weights_change() -> None:
     drafter = build("eagle3", target)
     engine = Engine(target, drafter, CONFIG)
     run(engine)
-    lanes = engine._lanes
+    lanes = engine._kept.lanes
     run(engine)
-    assert engine._lanes is lanes
+    assert engine._kept.lanes is lanes
     with torch.no_grad():
         drafter.fc.weight.mul_(1.5)  # as a refresh does
     run(engine)
-    assert engine._lanes is not lanes
-    lanes = engine._lanes
+    assert engine._kept.lanes is not lanes
+    lanes = engine._kept.lanes
     engine.follow(policy())
     run(engine)
-    assert engine._lanes is not lanes
+    assert engine._kept.lanes is not lanes
 
 
 @pytest.mark.slow
@@ -109,8 +109,8 @@ def test_compiled_steps_follow() -> None:
     drafter = build("eagle3", target)
     engine = Engine(target, drafter, replace(CONFIG, compile=True))
     run(engine)
-    assert engine._lanes is not None
-    assert isinstance(engine._lanes.runner.compiled, CompiledStep)
+    assert engine._kept.lanes is not None
+    assert isinstance(engine._kept.lanes.runner.compiled, CompiledStep)
     engine.follow(policy(torch.float32))
     with torch.no_grad():
         drafter.fc.weight.mul_(1.5)

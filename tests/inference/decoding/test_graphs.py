@@ -84,9 +84,9 @@ def test_captured_steps_are_captured_anew_once_weights_are_merged() -> None:
             found[done.request.index] = done.tokens
             if device.captured == 1 and not target.compiled_attention:
                 assert compile_layers(target, "eager")
-                assert engine._lanes is not None
-                before = engine._lanes.runner.captured
-        assert before and engine._lanes.runner.captured
+                assert engine._kept.lanes is not None
+                before = engine._kept.lanes.runner.captured
+        assert before and engine._kept.lanes.runner.captured
     assert device.captured == 2
     assert found == plain_texts(items)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -16,7 +17,7 @@ from inference.export.hub.config import PushConfig
 from inference.export.hub.folder import Sources
 from inference.export.hub.push import push
 from inference.hub.config import PullConfig
-from inference.hub.pull import PARTIAL_FILE, partial_folder, pull
+from inference.hub.pull import PARTIAL_FILE, asked_by, partial_folder, pull
 from inference.manifest import file_sha256, write_json
 from tests.inference.export.hub.example_folder import write_checkpoint, write_export, write_measured
 from tests.inference.export.hub.stand_in import COMMIT, CUT, GOOD_TOKEN, HubStandIn, loopback_hub
@@ -188,9 +189,14 @@ def test_a_pull_that_was_killed_at_its_end_is_complete(
 ) -> None:
     out = pull(OURS, tmp_path / "it", console=Console(quiet=True))
     whole = fetched(out)
-    write_json(out / PARTIAL_FILE, {"stage": "pull", "repo": REPO})
-    with pytest.raises(UserError, match="exists already"):
-        pull(PullConfig(repo="someone/else"), out)
+    write_json(out / PARTIAL_FILE, {**asked_by(OURS), "commit": "0" * 40})
+    for other in (
+        PullConfig(repo="someone/else"),
+        replace(OURS, what="all"),
+        replace(OURS, revision="v1"),
+    ):
+        with pytest.raises(UserError, match="exists already"):
+            pull(other, out)
     hub.requests.clear()
     assert fetched(pull(OURS, out, console=Console(quiet=True))) == whole
     assert hub.requests == []

@@ -15,6 +15,7 @@ from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.decoding.structured.constraint import Constraint
 from inference.measure.profile import ProfileConfig, Setting, best, context_of, make_blocks, profile
 from inference.measure.prompts import Prompt, to_requests
 from inference.report.model import ProfilePoint
@@ -232,3 +233,28 @@ def test_settings_are_checked(target: TargetModel, requests: list[Request], know
         profile(ProfileConfig(batches=(1,), arms=("left",)), target, [arm], named(requests), seed=0)
     with pytest.raises(UserError, match=r"bench\.profile\.depths .* deepest"):
         profile(ProfileConfig(batches=(1,), depths=(7,)), target, [arm], named(requests), seed=0)
+
+
+def test_blocks_keep_what_the_answers_must_follow(requests: list[Request]) -> None:
+    follows = Constraint("regex", "[a-z]+")
+    constrained = {str(n): replace(one, constraint=follows) for n, one in enumerate(requests)}
+    setting = Setting("batch", 2, 0, 0.0)
+    blocks = make_blocks(
+        ProfileConfig(batches=(2,)),
+        random_target(),
+        setting,
+        Arm("fake", AlwaysRight({}, VOCAB), DECODE),
+        constrained,
+    )
+    assert all(one.constraint == follows for block in blocks for one in block)
+
+
+def test_shorter_chains_have_no_lengths_of_the_longest(
+    target: TargetModel, requests: list[Request], known: dict[tuple[int, ...], list[int]]
+) -> None:
+    decode = replace(DECODE, adaptive="throughput", adaptive_lengths=(0, 1, 3))
+    arm = Arm("fake", AlwaysRight(known, VOCAB), decode)
+    asked = {str(n): one for n, one in enumerate(requests)}
+    config = ProfileConfig(batches=(2,), depths=(1, 2))
+    found = profile(config, target, [arm], asked, seed=1)
+    assert {point.depth for point in found.points} == {1, 2}

@@ -127,6 +127,11 @@ def test_of_prompts_that_are_echoed(
             assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-5)
             assert len(top) == 1 + (value < max(top.values()))
         assert given.text_offset[0] == 0 and sorted(given.text_offset) == given.text_offset
+        names = given.tokens
+        for place, name, before in zip(given.text_offset, names, ["", *names], strict=False):
+            # behind a part of a character the text may still wait for the rest of it
+            if "bytes:" not in name + before:
+                assert choice.text[place:].startswith(name), (place, name)
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (7, written)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
@@ -21,6 +22,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.loading import load_drafter
 from inference.decoding.pair import DrafterPair
 from inference.decoding.requests import PassRecord, Request
+from inference.decoding.session import Session
 from inference.server.drafter_folder import DrafterFolder
 from inference.server.trial import TrialCounts, drafts_with_candidate
 from inference.target.model import TargetModel
@@ -359,3 +361,16 @@ def test_requests_are_assigned_by_seed_and_number_in_the_asked_share() -> None:
         expected_equal = share**2 + (1 - share) ** 2  # as of two independent draws
         equal = sum(a == b for a, b in zip(chosen, other, strict=True)) / len(asked)
         assert abs(equal - expected_equal) < 0.04
+
+
+def test_a_refusal_of_an_idle_worker_is_sent_at_once(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Session, request: Request) -> None:
+        raise UserError("not today")
+
+    monkeypatch.setattr(Session, "check", refuse)
+    with pytest.raises(BadRequestError, match="not today"):
+        running.client.with_options(timeout=20.0, max_retries=0).completions.create(
+            model=MODEL, prompt="Hi", max_tokens=4
+        )

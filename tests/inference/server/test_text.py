@@ -91,3 +91,17 @@ def test_what_cannot_be_a_stop_string_is_not_withheld() -> None:
     ]
     assert "".join(shown) + stopper.rest() == "Hello! Bye, Hi"
     assert "".join(shown).startswith("Hello! Bye")
+
+
+def test_a_stop_string_may_begin_before_the_least_tokens_and_end_behind_them() -> None:
+    tokens = TOKENIZER.encode("Hello! Bye now.", add_special_tokens=False)
+    texts = [TOKENIZER.decode(tokens[:count]) for count in range(len(tokens) + 1)]
+    # the first tokens end within "ye no"
+    least = next(count for count, text in enumerate(texts) if text.endswith("ye"))
+    stopper = StopText(TOKENIZER, (), ("ye no",), least)
+    shown = "".join(stopper.add([token]) for token in tokens)
+    assert stopper.stopped and shown + stopper.rest() == "Hello! B"
+    # one that they complete is ignored, and the text is shown whole
+    early = StopText(TOKENIZER, (), ("Bye",), least)
+    shown = "".join(early.add([token]) for token in tokens)
+    assert not early.stopped and shown + early.rest() == "Hello! Bye now."

@@ -170,7 +170,7 @@ def test_a_recorded_step_asks_for_nothing_and_decodes_other_prompts(shape: str) 
     drafter, items = drafter_of("eagle3", target), requests(5, new=14)
     config = DecodeConfig(temperature=1.0, batch_size=2, **ALL_SHAPES[shape])
     engine = Engine(target, drafter, config, capacity=96)
-    engine._lanes = lanes = under_way(target, drafter, config, count=2)
+    engine._kept.lanes = lanes = under_way(target, drafter, config, count=2)
     with NoHost():
         step_on_device(lanes)
     replayed(engine, record(lambda: step_on_device(lanes)))

@@ -134,6 +134,6 @@ def test_the_loop_keys_noise_by_the_pass() -> None:
     )
     run = engine.run([Request(0, PROMPT, 7, 12)])
     next(run)
-    built = engine._lanes
+    built = engine._kept.lanes
     assert built is not None
     assert built.runner.decoder.noise.roots is built.rows.lengths

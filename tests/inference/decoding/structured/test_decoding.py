@@ -230,8 +230,8 @@ def _decodes_compiled(shape: str) -> None:
         drafter = build("eagle3", target)
     engine = Engine(target, drafter, config, capacity=96)
     found = {done.request.index: done.tokens for done in engine.run(items)}
-    assert engine._lanes is not None
-    steps = engine._lanes.runner.compiled
+    assert engine._kept.lanes is not None
+    steps = engine._kept.lanes.runner.compiled
     assert steps is not None and steps.graphs == 2  # with a grammar, and without
     assert found == plain(items, temperature=1.0)
 

@@ -76,8 +76,8 @@ def test_a_recorded_step_decodes_other_prompts(family: str, shape: str) -> None:
     drafter = drafter_of("eagle3", target)
     config = DecodeConfig(temperature=1.0, batch_size=2, **ALL_SHAPES[shape])
     engine = Engine(target, drafter, config, capacity=96)
-    engine._lanes = under_way(target, drafter, config, count=2)
-    lanes = engine._lanes
+    engine._kept.lanes = under_way(target, drafter, config, count=2)
+    lanes = engine._kept.lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
     items = requests(5, new=14)
     found = {c.request.index: c.tokens for c in engine.run(items)}
