@@ -26,7 +26,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
@@ -43,6 +42,7 @@ from heads.nn.block.lattice import Lattice
 from heads.nn.block.model import BlockModel
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
+from heads.nn.checkpointing import recomputed
 from heads.nn.drafting.dartree import grow_from_pass
 from heads.nn.drafting.growth import fill, grow
 from heads.nn.drafting.places import CachePlace
@@ -103,9 +103,7 @@ class Drafter(BlockModel):
 
         starts = range(0, anchors.last.shape[1], chunk)
         whole = len(starts) == 1
-        parts: list[losses.Sums] = (
-            [part(0)] if whole else [checkpoint(part, at, use_reentrant=False) for at in starts]
-        )
+        parts: list[losses.Sums] = [part(0)] if whole else [recomputed(part, at) for at in starts]
         sums = (sum(values) for values in zip(*parts, strict=True))
         total, per_depth, correct, counts, doubt = sums
         metrics = losses.depth_metrics(per_depth, correct, counts)

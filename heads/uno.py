@@ -35,7 +35,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.checkpoint import unset_parameters
@@ -52,7 +51,7 @@ from heads.nn.block.attention import KeyValue, View, attend_blocks
 from heads.nn.block.losses import Objective
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
-from heads.nn.checkpointing import network_part
+from heads.nn.checkpointing import network_part, recomputed
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Cached as State
 from heads.nn.feature.base import teacher_logits
@@ -207,9 +206,7 @@ class Drafter(LayerDrafter):
 
         starts = range(0, anchors.last.shape[1], chunk)
         parts: list[losses.Sums] = (
-            [part(0)]
-            if len(starts) == 1
-            else [checkpoint(part, at, use_reentrant=False) for at in starts]
+            [part(0)] if len(starts) == 1 else [recomputed(part, at) for at in starts]
         )
         total, values, correct, counts = (sum(each) for each in zip(*parts, strict=True))
         return LossOutput(total, losses.depth_metrics(values, correct, counts, first=2))

@@ -73,7 +73,7 @@ class TrainConfig:
     """Held-out prompts for measuring tau: .jsonl files or folders of them. Empty: those that
     `generate` held out of the answers' data (data.reserve.validation)."""
     eval_prompts: PositiveInt = 24
-    """Number of prompts of a measurement, spread over the domains as evenly as possible."""
+    """Most prompts of a measurement: the same number of every domain."""
     eval_tokens: Tokens = 64
     """Maximum number of new tokens per prompt in a measurement."""
     eval_batch: Rows = 8

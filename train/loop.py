@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.api.batch import LossOutput
+from heads.api.batch import LossOutput, TrainBatch
 from heads.api.errors import UserError
 from train.config import TrainConfig
 from train.data.loader import PackedBatch, StepLoader
@@ -24,6 +24,7 @@ from train.distributed import World
 from train.engines.base import TrainEngine
 from train.features.base import Features
 from train.manifest import RunFacts
+from train.on_policy import OnPolicyFeatures
 from train.optim import ScheduleConfig
 from train.state import StateStore
 from train.stopping import Interrupted, Stopped, StopRequest
@@ -196,9 +197,8 @@ class Trainer:
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
         """Update the weights once and log the figures of all processes; returns whether to stop."""
         begun = time.perf_counter()
-        supervised = self.loader.supervised(index)
         with self.meter.counting():
-            outputs = self.forward_backward(index, batches, supervised)
+            outputs, supervised = self.forward_backward(index, batches)
         tokens = sum(int((packed.segments > 0).sum()) for packed in batches)
         figures = self.add_up(outputs, tokens, bool(request.number))
         if not math.isfinite(figures.loss):
@@ -218,13 +218,16 @@ class Trainer:
         return figures.stop > 0
 
     def forward_backward(
-        self, index: int, batches: list[PackedBatch], supervised: int
-    ) -> list[LossOutput]:
-        """Compute features, losses and gradients of this process's micro-batches."""
-        outputs = []
-        for place, packed in enumerate(batches):
-            with self.clock.part(self.feature_part):
-                batch = self.features.batch(packed, index)
+        self, index: int, batches: list[PackedBatch]
+    ) -> tuple[list[LossOutput], int]:
+        """Compute features, losses and gradients of this process's micro-batches. Returns the
+        losses, and the supervised tokens of the whole step, by which they are divided."""
+        outputs, supervised = [], self.loader.supervised(index)
+        made: Iterable[TrainBatch] = (self.with_features(packed, index) for packed in batches)
+        if isinstance(self.features, OnPolicyFeatures):
+            made = list(made)  # how much is supervised is known once all rows are rewritten
+            supervised += self.gained(batches, made)
+        for place, batch in enumerate(made):
             share = index / max(1, self.steps)
             begin, end = self.schedule.begin, self.schedule.end
             batch.progress = begin + (end - begin) * share
@@ -233,7 +236,18 @@ class Trainer:
             last = place == len(batches) - 1
             with self.clock.part("drafter"):
                 outputs.append(self.engine.forward_backward(batch, max(1, supervised), last))
-        return outputs
+        return outputs, supervised
+
+    def with_features(self, packed: PackedBatch, index: int) -> TrainBatch:
+        with self.clock.part(self.feature_part):
+            return self.features.batch(packed, index)
+
+    def gained(self, batches: Sequence[PackedBatch], made: Sequence[TrainBatch]) -> int:
+        """How many more tokens are supervised in the rewritten micro-batches of all processes;
+        below 0 if fewer are. Collective."""
+        more = sum(int(batch.loss_mask.sum()) for batch in made)
+        more -= sum(int(packed.loss_mask.sum()) for packed in batches)
+        return int(self.world.add(torch.tensor(float(more), device=self.world.device)))
 
     def note(self, line: dict[str, float], tokens: float, seconds: float, positions: int) -> None:
         """Log and show a finished step. positions: of this process's rows, padding included."""

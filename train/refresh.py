@@ -111,6 +111,8 @@ def prepare_start(
     load_start(drafter, Path(config.init_from), info, config.other_target, whole=config.adapter)
     if config.old_target:
         carry(drafter, fresh, replace(target, path=config.old_target, revision=None), seed, load)
+        if not config.adapter:
+            drafter.follow(drafter.target)  # a frozen LM head is the new target's, as it was before
     if config.lora_rank:
         add_updates(drafter, config, seed)
 
@@ -206,7 +208,7 @@ def carry(
     of their own.
     """
     state = drafter.state_dict()
-    if any(not value.is_floating_point() for value in state.values()):
+    if state.keys() & {"d2t", "t2d"}:
         raise UserError(
             "train.refresh.old_target is not for drafters with a vocabulary of their own: its "
             "rows are not those of the target. Leave it out."
@@ -216,7 +218,8 @@ def carry(
     old = new_drafter(drafter.kind, drafter.config, original.info, original.weights, seed)
     before = old.float().state_dict()
     for name, value in state.items():
-        value += fresh[name] - before[name].to(value.device)
+        if value.is_floating_point():
+            value += fresh[name] - before[name].to(value.device)
 
 
 def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> None:

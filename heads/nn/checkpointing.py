@@ -52,6 +52,19 @@ def compiling(on: bool = True) -> AbstractContextManager[None]:
     return _set("compile", on)
 
 
+def recomputed(function: Callable[..., Result], *args: Any) -> Result:
+    """`function(*args)`, of which only the arguments are kept: it runs again in the backward pass.
+    Parts inside it run there as they run now, although the blocks above have ended by then."""
+    recompute, compiled = _Ways.recompute, _Ways.compile
+
+    def run(*given: Any) -> Result:
+        with recomputing(recompute), compiling(compiled):
+            return function(*given)
+
+    out: Result = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
 def network_part(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """Mark a part. Parts within a part run as they are."""
     compiled: list[Callable[..., Result]] = []
@@ -64,8 +77,9 @@ def network_part(function: Callable[Given, Result]) -> Callable[Given, Result]:
         with compiling(False):
             return compiled[0](*args, **kwargs)
 
-    def alone(*args: Any, **kwargs: Any) -> Result:
-        with recomputing(False):
+    def alone(compiles: bool, *args: Any, **kwargs: Any) -> Result:
+        # the backward pass, which calls this again, comes after the blocks have ended
+        with recomputing(False), compiling(compiles):
             return run(*args, **kwargs)
 
     @wraps(function)
@@ -75,7 +89,10 @@ def network_part(function: Callable[Given, Result]) -> Callable[Given, Result]:
         if not _Ways.recompute:
             return run(*args, **kwargs)
         out: Result = checkpoint(
-            partial(alone, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
+            partial(alone, _Ways.compile, **kwargs),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
         return out
 

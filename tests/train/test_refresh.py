@@ -133,6 +133,11 @@ def test_a_head_that_is_not_trained_becomes_the_new_targets(
     fresh = new_drafter("eagle3", config, new.info, new.weights, 0)
     load_start(fresh, tmp_path, new.info, other_target=True)
     assert torch.equal(fresh.lm_head.weight, new.weights.lm_head.to(fresh.lm_head.weight.dtype))
+    again = new_drafter("eagle3", config, new.info, new.weights, 0).float()
+    was = str(before / "target")  # the difference of the targets is not added to it once more
+    refresh = RefreshConfig(str(tmp_path), other_target=True, old_target=was)
+    prepare_start(again, refresh, new.info, 0, TargetConfig(str(after / "target")))
+    assert torch.equal(again.lm_head.weight, new.weights.lm_head.to(again.lm_head.weight.dtype))
 
 
 def test_the_result_is_an_ordinary_checkpoint(before: Path, after: Path, tmp_path: Path) -> None:

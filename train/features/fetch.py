@@ -103,7 +103,9 @@ class FetchedFeatures:
         end = min(step + self.ahead, self.last_step)
         for index in range(max(step, self._asked + 1), end + 1):
             for packed in self.loader.step(index):
-                self._coming[key_of(packed)] = self.source.ask(packed)
+                key = key_of(packed)
+                if key not in self._coming:  # the same rows again, around the end of an epoch
+                    self._coming[key] = self.source.ask(packed)
             self._asked = index
 
     def close(self) -> None:

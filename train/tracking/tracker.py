@@ -51,7 +51,7 @@ class LogLine(TypedDict, total=False):
     lr: float | None
     grad_norm: float | None
     tokens: int
-    """Supervised tokens up to and with this step."""
+    """Tokens up to and with this step, without padding."""
     padding: float | None
     tokens_per_second: float | None
     seconds: float

@@ -32,7 +32,6 @@ from train.data.answers import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
 from train.manifest import TrainManifest, read_training
-from train.refresh import RefreshConfig
 from train.run import train
 
 
@@ -79,7 +78,9 @@ def train_on(
 ) -> TrainManifest:
     """Train from the old checkpoint, in the folder of a train stage."""
     config = settings.refresh
-    start = RefreshConfig(str(old.folder), True, config.old_target, config.lora_rank)
+    given = {"init_from": str(old.folder), "other_target": True}
+    own = {"old_target": config.old_target, "lora_rank": config.lora_rank}
+    start = replace(settings.train.refresh, **given, **own)  # type: ignore[arg-type]
     folder = open_folder(settings, out, [answers / MANIFEST_FILE], stage_decides=True)
     manifest = train(
         old.kind,
