@@ -66,8 +66,13 @@ class Rope:
         """Inverse frequencies [D / 2] float32."""
         if self._given is not None:
             return self._given.inverse_frequencies.to(device)
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=device).float()
-        return 1.0 / (self.theta ** (exponents / self.head_dim))
+        return inverse_frequencies(self.head_dim, self.theta, device)
+
+
+def inverse_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Inverse frequencies [D / 2] float32 of a base, without scaling."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float()
+    return 1.0 / (theta ** (exponents / head_dim))
 
 
 def look_up(table: Tensor, positions: Tensor) -> Rotation:

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 from annotated_types import Ge, Le
 
 from heads.api.config import Depth, Layers, PositiveFloat, Size, UnitInterval, config
@@ -17,6 +16,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import Rotary, TargetInfo
 from heads.nn.blocks import LayerShape
 from heads.nn.feature import base
+from heads.nn.rope import inverse_frequencies
 
 QK_NORM_FAMILIES, BIAS_FAMILIES = ("qwen3",), ("qwen2",)
 """Model types whose attention has norms of queries and keys, or biases."""
@@ -117,8 +117,7 @@ def layer_shape(config: NetworkConfig, info: TargetInfo) -> LayerShape:
 def scaled_frequencies(theta: float, head_dim: int, scaling: tuple[float, ...]) -> Rotary:
     """Llama 3.1's rotary frequencies: long waves slowed by `factor`, those between partly."""
     factor, low, high, original = scaling
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
-    frequencies = 1.0 / (theta ** (exponents / head_dim))
+    frequencies = inverse_frequencies(head_dim, theta)
     wavelength = 2 * math.pi / frequencies
     # 1: short waves, 0: long ones
     kept = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)

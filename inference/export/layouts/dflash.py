@@ -391,6 +391,7 @@ def build(
     where, info = folder.path, receiver.info
     shape = llama.read_shape(config, where)
     llama.require_fit(shape, config, info, where, scaled=True)
+    llama.require_same_rotations(shape, config, receiver.weights.rotary, where)
     base.require_taps(taps, info.num_layers, where)
     theirs = {named_today(name): value for name, value in folder.tensors.items()}
     values: Json = {

@@ -6,9 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from heads.api.errors import UserError
-from heads.api.target_info import TargetInfo
+from heads.api.target_info import Rotary, TargetInfo
 from heads.nn.blocks import LayerShape
+from heads.nn.rope import inverse_frequencies
 from inference.export.layouts.base import Target, plain_rope
 from inference.export.layouts.folder import Json
 
@@ -110,7 +115,7 @@ def require_fit(
     """Raise `UserError` where their layers have something that layers of this kind cannot have.
 
     Layers of this kind take the norms' epsilon and the base of the rotary positions from the
-    target; scaled: the target's rotary scaling too.
+    target; scaled: they may scale it (see `require_same_rotations`).
     """
     rope = read_rope(config)
     theta, scaling = float(rope["rope_theta"]), rope["rope_type"]
@@ -131,6 +136,41 @@ def require_fit(
     else:
         return
     raise UserError(f"'{where}' {fault}.")
+
+
+def require_same_rotations(
+    shape: LayerShape, config: Json, rotary: Rotary | None, where: Path
+) -> None:
+    """Raise `UserError` unless their layers rotate as ours will: as the target does if its heads
+    have the same size, else by the base alone. rotary: the target's."""
+    rope = read_rope(config)
+    plain = inverse_frequencies(shape.head_dim, float(rope["rope_theta"]))
+    fits = rotary is not None and rotary.inverse_frequencies.shape == plain.shape
+    ours = rotary if rotary is not None and fits else Rotary(plain)
+    theirs = Rotary(plain)
+    if rope["rope_type"] != "default":
+        described = LlamaConfig(
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_attention_heads,
+            head_dim=shape.head_dim,
+            max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
+            rope_parameters=dict(rope),
+        )
+        try:
+            made = ROPE_INIT_FUNCTIONS[rope["rope_type"]](described, torch.device("cpu"))
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(
+                f"'{where}': the rotary scaling of its config.json cannot be read ({error!r})."
+            ) from error
+        theirs = Rotary(made[0].float(), float(made[1]))
+    same = torch.allclose(
+        theirs.inverse_frequencies, ours.inverse_frequencies.float().cpu(), rtol=1e-4, atol=0.0
+    )
+    if not same or abs(theirs.scale - ours.scale) > 1e-4:
+        raise UserError(
+            f"'{where}' rotates by other frequencies ({rope['rope_type']}) than ours would, which "
+            "take the target's scaling. Was it made for this target?"
+        )
 
 
 def sizes_config(shape: LayerShape, info: TargetInfo) -> Json:

@@ -67,6 +67,22 @@ def test_scaled_rotary_positions_of_the_target_are_followed(tmp_path: Path, name
     assert forward_gap(tmp_path / "out", scaled, mine) < 1e-4
 
 
+def test_other_rotary_positions_than_the_targets_are_not_imported(tmp_path: Path) -> None:
+    """With them the layers would rotate otherwise than they learnt."""
+    scaled = load_target(save_target(tmp_path / "target", rope_parameters=LLAMA3))
+    write(scaled, save(scaled, "dflash", tmp_path / "mine"), tmp_path / "out", "vllm")
+    import_folder(Folder.read(tmp_path / "out"), scaled, tmp_path / "same")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    (tmp_path / "out" / "headstart_export.json").unlink()  # as a folder from elsewhere
+    yarn = {"rope_type": "yarn", "rope_theta": 20000.0, "factor": 4.0}
+    yarn["original_max_position_embeddings"] = 32
+    for rope in ({"rope_type": "default", "rope_theta": 20000.0}, {**LLAMA3, "factor": 8.0}, yarn):
+        path.write_text(json.dumps({**config, "rope_parameters": rope}))
+        with pytest.raises(UserError, match="rotates by other frequencies"):
+            import_folder(Folder.read(tmp_path / "out"), scaled, tmp_path / "other")
+
+
 def test_an_mtp_block_is_for_vllm_only_where_the_target_rotates_as_it_does(tmp_path: Path) -> None:
     """vLLM rotates the block as the target's layers, whatever its folder says."""
     scaled = load_target(save_target(tmp_path / "target", rope_parameters=LLAMA3))
