@@ -91,7 +91,7 @@ class Drafter:
         slots = torch.arange(history.shape[1], device=history.device)
         run = slots < last  # a match must end before the newest token, so that something follows it
         matched = torch.zeros_like(history)
-        for back in range(self.config.max_n):
+        for back in range(min(self.config.max_n, history.shape[1])):
             newest = history.gather(1, (last - back).clamp(min=0))
             same = history[:, : history.shape[1] - back] == newest
             run = run & torch.nn.functional.pad(same, (back, 0)) & (last >= back)

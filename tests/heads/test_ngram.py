@@ -81,3 +81,10 @@ def test_a_dynamic_shape_is_filled_with_a_chain_that_fits(drafter: Drafter) -> N
             drafter.start(run([[5, 6, 5]], [0]), shape, capacity=16), PlainNoise()
         )
         assert proposal.tokens.tolist() == [[5, 6, 5, 6, 5][: depth + 1]]
+
+
+def test_a_match_may_be_allowed_to_be_longer_than_the_text() -> None:
+    long = Drafter(Config(min_n=1, max_n=128), micro_target().info)
+    shape = TokenTree.chain(4)
+    state = long.start(run([[5, 6, 5]], [0]), shape, capacity=16)
+    assert long.propose(state, PlainNoise()).tokens.tolist() == [[5, 6, 5, 6, 5]]

@@ -16,6 +16,7 @@ Legend: b rows, T positions, N real tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from socket import gethostname
@@ -44,7 +45,7 @@ from train.stopping import StopRequest
 
 HELLO, ROWS, BYE = 0, 1, 2
 HEADER_TAG, ROWS_TAG, ANSWER_TAG = 1, 2, 3
-TEXT_BYTES = 512
+TEXT_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def run_in_group(
             manifest = train(own)
             finished = True
         finally:
-            send_header(BYE, division.target_of(world.rank), status=int(not finished))
+            with nullcontext() if finished else suppress(RuntimeError):
+                send_header(BYE, division.target_of(world.rank), status=int(not finished))
         return manifest
     target = TargetModel.load(job.target)
     with StopRequest() as request:  # trainers get the signal too; they save, then send BYE
@@ -258,8 +260,9 @@ class GroupSource:
 
     def close(self) -> None:
         """Take requested answers that are no longer needed, so that no transfer stays open."""
-        for arriving in self._coming:
-            arriving.take(self.timeout)
+        with suppress(RuntimeError):  # of a target that is gone, nothing comes any more
+            for arriving in self._coming:
+                arriving.take(self.timeout)
         self._coming.clear()
 
 

@@ -132,7 +132,8 @@ class HttpServer:
             raise ServerGoneError(f"the server at {self.base} does not answer ({words})") from error
         if answer.is_success:
             return dict(content)
-        told = content.get("error") or {}
+        told = content.get("error") if isinstance(content, dict) else content
+        told = told if isinstance(told, dict) else {"message": str(told or "")}
         if missing and told.get("code") == missing:
             return {}
         words = f"{told.get('message') or f'status {answer.status_code}'}"

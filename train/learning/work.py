@@ -179,6 +179,9 @@ def in_own_process(part: Part, settings: CycleSettings, number: int, start: Path
         process.join()
         words = f"the process that was to {part.__name__} ended with status {process.exitcode}"
         raise CrashError(words) from None
+    except BaseException:  # a signal that this process alone has got
+        process.terminate()
+        raise
     finally:
         receiving.close()
         process.join()

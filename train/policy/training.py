@@ -108,10 +108,11 @@ class DrafterTraining:
         micro = next(count for count in range(most, 0, -1) if rows % count == 0)
         # another seed for every refresh, so that the first rows differ between refreshes
         loader = StepLoader(data, rows, micro, 1, 0, settings.seed + self.steps)
+        before = {name: value.clone() for name, value in self.drafter.state_dict().items()}
         try:
             found = self._steps(loader, steps)
         except BaseException:
-            self._take_back()
+            self._take_back(before)
             raise
         self.publish()
         return found
@@ -172,10 +173,14 @@ class DrafterTraining:
         world = World(device=self.target.device)
         return TorchEngine(self.drafter, self.config, self.settings.optim, world)
 
-    def _take_back(self) -> None:
-        """Return to the decoding drafter's weights; the optimiser starts anew."""
+    def _take_back(self, before: Mapping[str, Tensor]) -> None:
+        """Return to the weights before the refresh, in float32 (the decoding drafter may have them
+        in fewer digits, and gives those that are not finite); the optimiser starts anew."""
         self.drafter.zero_grad(set_to_none=True)
-        self.drafter.load_state_dict(self.served.state_dict())
+        own = self.served.state_dict()
+        whole = {name: bool(value.isfinite().all()) for name, value in before.items()}
+        kept = {name: value if whole[name] else own[name] for name, value in before.items()}
+        self.drafter.load_state_dict(kept)
         self.engine = self._new_engine()
 
 

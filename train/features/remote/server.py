@@ -215,6 +215,8 @@ def serve(
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
     with ended_by_signals(server.end):
         server.run()
+    if (close := getattr(target, "close", None)) is not None:
+        close()  # files that vLLM servers have left for it
     say(f"stopped after {shared.answers} requests: {shared.passes} passes of the target")
     sys.stdout.flush()
     os._exit(0)

@@ -76,6 +76,8 @@ class Identity:
             f"it is for {words}: {brief(mine[name])}, not {brief(theirs[name])}"
             for name, words in COMPARED.items()
             if mine[name] != theirs[name]
+            # a reader of taps alone needs neither the last state nor the logits made of it
+            and (name != "top_logits" or wanted.last_hidden)
         ]
         missing = [name for name in wanted.things() if name not in self.things()]
         return found + ([f"it lacks {', '.join(missing)}"] if missing else [])
