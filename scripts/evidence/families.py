@@ -57,8 +57,9 @@ ABOUT = (
     "all rules accept the same drafts. **TAR**: accepted drafted tokens per tested one, chain at "
     "T=0. **speedup**: against the same loop without a drafter, chain at T=0, same run. "
     "**efficiency**: speedup / (tau / (1 + draft time per pass / baseline time per pass)). "
-    "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. T=1: "
-    "fewer and shorter answers (families.json has each column's settings)."
+    "Brackets: 95% bootstrap intervals over prompts. Rows without steps need no training. All "
+    "columns but the first of tau: fewer and shorter answers (families.json has each column's "
+    "settings)."
 )
 MARK = " *"
 """Behind the steps of a row that was trained otherwise than the others."""
