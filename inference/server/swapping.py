@@ -70,6 +70,7 @@ class DrafterSwaps:
 
         with self._turn:
             name = self._take(checkpoint, change)
+            self.metrics.swaps.labels("installed").inc()
             self.metrics.shows(name)
             logger.info("the drafter is '%s' now", name)
 
