@@ -168,7 +168,7 @@ class Rememberer(Drafter, Protocol):
 
 
 def remembers(drafter: Any) -> bool:
-    """Whether `drafter`, or a part of it, is a `Rememberer`."""
+    """Whether `drafter` may be a `Rememberer`; drafters made of others count as one."""
     return hasattr(drafter, "forget")
 
 

@@ -15,7 +15,7 @@ import json
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def prompt_facts(loaded: Loaded, measured: Sequence[Prompt]) -> dict[str, Any]:
 def prompt_hash(prompt: Prompt) -> str:
     """Hex SHA-256, shortened to 16 digits, of a prompt's content: all that the answers depend on.
     What a prompt lacks is left out, so that the hash of a plain prompt stays the same."""
-    follows = prompt.constraint and [prompt.constraint.kind, prompt.constraint.text]
+    follows = None if prompt.constraint is None else astuple(prompt.constraint)
     extras = (prompt.text, prompt.tools, prompt.arguments, follows, prompt.turns or None)
     more = [one for one in extras if one is not None]
     content = json.dumps([prompt.messages, prompt.tokens, *more], ensure_ascii=False)

@@ -78,9 +78,13 @@ def train_on(
 ) -> TrainManifest:
     """Train from the old checkpoint, in the folder of a train stage."""
     config = settings.refresh
-    given = {"init_from": str(old.folder), "other_target": True}
-    own = {"old_target": config.old_target, "lora_rank": config.lora_rank}
-    start = replace(settings.train.refresh, **given, **own)  # type: ignore[arg-type]
+    start = replace(
+        settings.train.refresh,
+        init_from=str(old.folder),
+        other_target=True,
+        old_target=config.old_target,
+        lora_rank=config.lora_rank,
+    )
     folder = open_folder(settings, out, [answers / MANIFEST_FILE], stage_decides=True)
     manifest = train(
         old.kind,

@@ -394,6 +394,40 @@ def test_an_interrupted_measurement_continues(
     assert not (tmp_path / "records.partial.jsonl").exists()
 
 
+def test_a_drafter_that_remembers_answers_remembers_them_again(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted measurement gives the passes of one that was left in peace."""
+    config = BenchConfig(prompts_per_domain=9, warmup_prompts=1, repeats=1)
+    again = [replace(one, id=f"{one.id}-again") for one in prompts()]  # answers that are known
+
+    def passes(out: Path) -> list[Any]:
+        own = SuffixConfig(history_tokens=512)
+        drafter = new_drafter("suffix", own, target.info, target.weights, seed=0)
+        arm = Arm("suffix", drafter, DecodeConfig(depth=3, max_new_tokens=24))
+        measure(config, target, [arm], [*prompts(), *again], out, console=QUIET)
+        return [
+            (record.prompt, record.passes)
+            for record in read_records(out / "records.jsonl")
+            if record.arm == "suffix"
+        ]
+
+    whole = passes(tmp_path / "whole")
+    real, calls = measure_module._answer, []
+
+    def until_the_last(engine: Engine, request: Any) -> Any:
+        calls.append(request.index)
+        if len(calls) == 2 + 2 * (len(whole) - 1) + 1:  # warm-up, then all prompts but one
+            raise InterruptedRunError
+        return real(engine, request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure_module, "_answer", until_the_last)
+        with pytest.raises(InterruptedRunError):
+            passes(tmp_path / "parts")
+    assert passes(tmp_path / "parts") == whole
+
+
 def test_records_of_other_settings_are_not_continued(
     target: TargetModel, arms: list[Arm], tmp_path: Path
 ) -> None:

@@ -323,6 +323,16 @@ def test_an_answer_that_calls_a_tool_is_a_sample_that_has_ended() -> None:
     assert [one.finish for one in reader.end()] == ["tool_calls"] and reader.ids
 
 
+def test_nothing_is_kept_of_an_answer_that_is_too_long_to_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("inference.server.relay.LARGEST_READ", 1000)
+    reader = AnswerReader(stream=False)
+    for _ in range(3):
+        reader.feed(b"x" * 600)
+    assert not reader.readable and not reader._rest and not reader.end()
+
+
 def test_a_second_signal_ends_open_answers_at_once(engine: Engine, tmp_path: Path) -> None:
     reached, end = threading.Event(), asyncio.Event()
 

@@ -27,7 +27,7 @@ from train.features.config import FeaturesConfig
 from train.features.fetch import FetchedFeatures
 from train.features.make import make_features
 from train.features.store.claims import Claims
-from train.features.store.layout import index_path, read_plan, shard_name, shard_path
+from train.features.store.layout import Identity, index_path, read_plan, shard_name, shard_path
 from train.features.store.reader import StoreReader
 from train.features.store.writer import StoreJob, Writer, missing_shards, write_features
 from train.run import train
@@ -533,3 +533,11 @@ def test_fetching_ahead_asks_for_each_batch_once(micro: Path, exact: Path) -> No
             stored.batch(packed, step)
     assert len(asked) == 16  # 8 steps of two batches, none beyond the last step
     stored.close()
+
+
+def test_a_store_of_the_largest_logits_serves_heads_that_read_taps_alone() -> None:
+    stored = Identity("t", "r", "a", 64, "fp32", "int8", 8, (1, 2), True)
+    taps = replace(stored, top_logits=0, taps=(2,), last_hidden=False)
+    assert not stored.differences(taps)
+    (other,) = stored.differences(replace(stored, top_logits=4))
+    assert "features.top_logits: 8, not 4" in other

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from heads.api.checkpoint import load_drafter
@@ -74,6 +76,31 @@ def test_a_trial_is_seen_as_the_server_has_it_and_ends_with_the_candidate(
     server.install(drafter)
     with pytest.raises(UserError, match="no folder"):
         server.install(place / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "error", "words"),
+    [
+        (404, {"error": "not found"}, UserError, "not found"),
+        (503, {"error": "busy"}, ServerGoneError, "busy"),
+        (503, ["busy"], ServerGoneError, "busy"),
+        (418, {}, UserError, "status 418"),
+    ],
+)
+def test_errors_of_other_shapes_are_told(
+    running: Running,
+    server: HttpServer,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    content: Any,
+    error: type[Exception],
+    words: str,
+) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, json=content))
+    other = httpx.Client(transport=transport, base_url=running.base)
+    monkeypatch.setattr(server, "_client", other)
+    with pytest.raises(error, match=words):
+        server.current()
 
 
 def test_a_wrong_token_is_a_mistake_and_silence_may_pass(
