@@ -61,6 +61,20 @@ def run_on_target(
     run_stage(stage, *shared, *overrides, statuses=statuses)
 
 
+def keep_rows(content: Facts, former: Facts, where: str) -> list[Facts]:
+    """The rows of a former report that a new one lacks, each with the device and commit of its own
+    measurement; raises `UserError` if the two differ in target or settings. where: the report."""
+    for what in ("target", "settings"):
+        if former.get(what) != content[what]:
+            raise UserError(
+                f"{where} has another {what} than this run, so its rows cannot stand beside "
+                f"the new ones: {former.get(what)} there, {content[what]} here. Leave out --keep."
+            )
+    new = {row["name"] for row in content["rows"]}
+    own = {"device": former["device"], "git": former["git"]}
+    return [own | row for row in former["rows"] if row["name"] not in new]
+
+
 def settings_of(stage: str, *overrides: str) -> Settings:
     return load_settings(STAGES[stage], list(overrides))
 

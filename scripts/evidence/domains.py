@@ -1,14 +1,16 @@
 """Acceptance by kind of text, and its effect on speed: docs/reports/domains.{json,md}.
 
-    headstart measure experiment=families bench=domains measure.name=domains \\
-      measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward]
+    headstart measure experiment=families bench=domains bench.prompts_per_domain=4 \\
+      measure.name=domains measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward]
     python -m scripts.evidence.domains
 
-The second command measures nothing. It reads the report of the first: chains of 4 at temperature 0,
-of every trained family and of drafters that need no training; jump_forward drafts what a schema
-forces, and so only structured output. Its first table has TAR by domain beside the ranges that
-serving guides publish for large targets. The second table has TAR beside the measured speedup, and
-that speedup's share of the possible one.
+The second command reads the report of the first: chains of 4 at temperature 0, of every trained
+family and of drafters that need no training; jump_forward drafts what a schema forces, and so only
+structured output. Its first table has TAR by domain beside the ranges that serving guides publish
+for large targets. The second table has TAR beside the measured speedup, and that speedup's share of
+the possible one. The target answers the first turns of the same prompts, and the passes of Jacobi
+iteration over these answers are counted (jacobi_blocks.py). --keep keeps the rows of the report
+that the run lacks.
 """
 
 from __future__ import annotations
@@ -16,18 +18,31 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.measure.prompts import load_prompts
 from inference.report.claims import ratio_text
 from inference.report.markdown import list_conditions, markdown_table
 from inference.report.model import DrafterResult, Report, read_report
-from scripts.evidence.common import FAMILIES, Facts, cell, write_report
+from inference.target.model import TargetModel
+from scripts.evidence.common import (
+    FAMILIES,
+    Facts,
+    cell,
+    decode_prompts,
+    keep_rows,
+    read_json,
+    settings_of,
+    write_report,
+)
+from scripts.evidence.jacobi_blocks import passes_until_stable
 from scripts.tools.common import REPORTS, command
 
 COMMAND = (
-    "headstart measure experiment=families bench=domains measure.name=domains "
-    "measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward] && "
+    "headstart measure experiment=families bench=domains bench.prompts_per_domain=4 "
+    "measure.name=domains measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward] && "
     "python -m scripts.evidence.domains"
 )
 PUBLISHED = {
@@ -40,7 +55,7 @@ PUBLISHED = {
 }
 """Domain -> the range that guides publish, for targets of 7 billion parameters and more."""
 BLOCK = 4
-"""Tokens of the block whose Jacobi iterations are counted."""
+"""Tokens of a block whose Jacobi iterations are counted."""
 
 
 def report(given: argparse.Namespace) -> None:
@@ -55,6 +70,10 @@ def report(given: argparse.Namespace) -> None:
             f"({', '.join(sorted(unknown))}). Measure again."
         )
     content = collect(found)
+    if given.keep:
+        kept = keep_rows(content, read_json(given.out.with_suffix(".json")), "domains.json")
+        content["rows"] = sorted([*content["rows"], *kept], key=lambda one: -one["tau"])
+    content["jacobi_iterations"] = iterations(found)
     write_report(given.out, content, markdown(content, found))
     print(f"{len(content['rows'])} drafters")
 
@@ -71,9 +90,6 @@ def collect(found: Report) -> Facts:
         "git": found.git or {},
         "published": PUBLISHED,
         "rows": rows,
-        "jacobi_iterations": {
-            row["name"]: iterations(row) for row in rows if row["kind"] == "jacobi"
-        },
     }
 
 
@@ -88,11 +104,27 @@ def row(one: DrafterResult) -> Facts:
     }
 
 
-def iterations(row: Facts) -> dict[str, float]:
-    """The number of Jacobi's verifications until a block of `BLOCK` tokens no longer changes, by
-    domain. One verification fixes tau tokens on average (BLOCK: only one at a time, as in plain
-    decoding)."""
-    return {name: BLOCK / found["tau"] for name, found in row["domains"].items()}
+def iterations(found: Report) -> Facts:
+    """The mean passes until a block is stable, by domain, over the target's greedy answers to the
+    prompts of a measurement, without their schemas; and the number of blocks."""
+    settings = settings_of("measure", "experiment=families", "bench=domains")
+    target = TargetModel.load(settings.target)
+    prompts = [
+        replace(prompt, constraint=None)
+        for prompt in load_prompts(settings.bench.prompts)
+        if prompt.id in found.run.prompts["domains"]
+    ]
+    decode = replace(settings.decode, max_new_tokens=found.settings.max_new_tokens)
+    done = decode_prompts(target, None, prompts, decode.without_draft())
+    passes: dict[str, list[int]] = {name: [] for name in PUBLISHED}
+    for one in done:
+        before, answer = list(one.request.tokens), list(one.tokens)
+        counted = passes_until_stable(target, before + answer, len(before), BLOCK)
+        passes[prompts[one.request.index].domain] += counted
+    return {
+        name: {"passes": sum(counted) / max(len(counted), 1), "blocks": len(counted)}
+        for name, counted in passes.items()
+    }
 
 
 def markdown(content: Facts, found: Report) -> list[str]:
@@ -103,11 +135,14 @@ def markdown(content: Facts, found: Report) -> list[str]:
         [one["name"], *(f"{100 * one['domains'][name]['tar']:.0f}%" for name in domains)]
         for one in rows
     ]
-    jacobi = [
-        f"Jacobi's iterations until a block of {BLOCK} tokens is stable, of at most {BLOCK} "
-        f"({BLOCK} / tau): " + ", ".join(f"{name} {figures[name]:.2f}" for name in domains) + "."
-        for figures in content["jacobi_iterations"].values()
-    ]
+    counted = content["jacobi_iterations"]
+    jacobi = (
+        f"Passes of Jacobi iteration that change a block of {BLOCK} tokens until it is stable, at "
+        f"most {BLOCK}: "
+        + ", ".join(f"{name} {counted[name]['passes']:.2f}" for name in domains)
+        + ". Means over the whole blocks of the target's greedy answers to the same prompts (first "
+        "turns; structured output without its schema), from the token before the block, repeated."
+    )
     return [
         "# Acceptance by the kind of text",
         "",
@@ -122,7 +157,7 @@ def markdown(content: Facts, found: Report) -> list[str]:
         "",
         *markdown_table(["TAR", *domains], [["published", *PUBLISHED.values()], *shown]),
         "",
-        *jacobi,
+        jacobi,
         "",
         "## What acceptance becomes",
         "",
@@ -156,6 +191,7 @@ main = command(
     report,
     run={"positional": True, "type": Path, "nargs": "?", "default": FAMILIES},
     out=(REPORTS / "domains", "without its ending"),
+    keep={"action": "store_true", "help": "keep the rows of the report that the run lacks"},
 )
 
 if __name__ == "__main__":

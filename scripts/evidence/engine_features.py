@@ -249,6 +249,7 @@ def trained(given: argparse.Namespace, bench: Bench, engine: EngineRun, head: st
         for way, paths in sides.items()
     }
     found = compared(totals["vllm"], totals["online"])
+    found |= {"vllm": found.pop("ours"), "online": found.pop("theirs")}
     each = {
         way: [float(one.committed.sum() / one.passes.sum()) for one in several]
         for way, several in totals.items()
@@ -314,7 +315,7 @@ def markdown(content: Facts) -> list[str]:
     rows = [
         [
             *(row["head"], row["dtype"], str(row["seeds"])),
-            *(cell(row[side]["tau"], row[side]["tau_ci95"]) for side in ("ours", "theirs")),
+            *(cell(row[side]["tau"], row[side]["tau_ci95"]) for side in ("vllm", "online")),
             cell(row["ratio"], row["ratio_ci95"]),
             f"{row['parity']['worst']:.0e} ({row['parity']['allowed']:.0e})",
         ]

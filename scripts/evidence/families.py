@@ -32,7 +32,15 @@ from inference.report.model import (
     TargetFacts,
     read_report,
 )
-from scripts.evidence.common import FAMILIES, Facts, cell, read_json, settings_of, write_report
+from scripts.evidence.common import (
+    FAMILIES,
+    Facts,
+    cell,
+    keep_rows,
+    read_json,
+    settings_of,
+    write_report,
+)
 from scripts.evidence.throughput import kept_rows
 from scripts.run.drafters import SWEPT
 from scripts.tools.common import REPORTS, command
@@ -127,21 +135,10 @@ def collect(folder: Path, made_by: str = COMMAND) -> Facts:
 
 
 def keep(content: Facts, former: Facts) -> Facts:
-    """The content with the rows of a former report that it lacks, each with the device and commit
-    of its own measurement; raises `UserError` if the two differ in target or settings.
-
-    A speedup is a ratio within one run; the baseline of the report is that of its latest run. Kept
-    rows that were trained otherwise than the trained rows of the run are marked.
-    """
-    for what in ("target", "settings"):
-        if former.get(what) != content[what]:
-            raise UserError(
-                f"families.json has another {what} than this run, so its rows cannot stand beside "
-                f"the new ones: {former.get(what)} there, {content[what]} here. Leave out --keep."
-            )
-    new = {row["name"] for row in content["rows"]}
-    own = {"device": former["device"], "git": former["git"]}
-    kept = [own | row for row in former["rows"] if row["name"] not in new]
+    """The content with the rows of a former report that it lacks (see `keep_rows`). A speedup is a
+    ratio within one run; the baseline of the report is that of its latest run. Kept rows that were
+    trained otherwise than the trained rows of the run are marked."""
+    kept = keep_rows(content, former, "families.json")
     ways = [trained_as(row) for row in content["rows"] if row["trainings"]]
     for row in kept:
         if ways and row["trainings"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import logging
+import math
 import ssl
 import threading
 import time
@@ -122,13 +123,16 @@ class Servers:
         )
 
     def _next(self) -> Address:
-        """The next server in turn that does not rest; if all do, the one whose rest ends first."""
+        """The next server in turn that does not rest; if all do, the one whose rest ends first.
+        One that failed last is chosen once in a rest, so that if it hangs, others need not wait."""
         with self._lock:
             turn = [next(self._turn) for _ in self.all]
             now = time.monotonic()
             chosen = min(turn, key=lambda server: max(now, self._rested[server]))
             while next(self._turn) != chosen:
                 pass
+            if self._failures[chosen]:
+                self._rested[chosen] = now + pause_after(self._failures[chosen])
             return chosen
 
     def _rest(self, server: Address) -> None:
@@ -153,10 +157,11 @@ class Servers:
         *,
         most: int,
         headers: Mapping[str, str] | None = None,
+        longest: float = math.inf,
     ) -> bytes:
-        """An answer of at most `most` bytes; raises `FailureError` if asking again may help,
-        otherwise `UserError`."""
-        seconds = self.config.timeout_seconds
+        """An answer of at most `most` bytes, within `longest` seconds if features.timeout_seconds
+        are more; raises `FailureError` if asking again may help, otherwise `UserError`."""
+        seconds = min(longest, self.config.timeout_seconds)
         if server.secured:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 server.host, server.port, timeout=seconds, context=self._tls

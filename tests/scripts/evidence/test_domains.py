@@ -31,8 +31,9 @@ def test_the_tables_are_of_the_measurement(
     asked = measured["run"]["prompts"]["domains"]
     assert set(asked.values()) == set(row["domains"]) == set(domains.PUBLISHED)
     assert sum(name.startswith("domain-chat") for name in asked) == 3  # turns of one conversation
-    found = content["jacobi_iterations"]["jacobi"]
-    assert found == {name: 4 / row["domains"][name]["tau"] for name in found}
+    found = content["jacobi_iterations"]
+    assert set(found) == set(domains.PUBLISHED)
+    assert all(0 <= one["passes"] <= 4 and one["blocks"] == 2 for one in found.values())
     text = out.with_suffix(".md").read_text()
     assert "| published | highest | 75-85% |" in text
     assert f"| jacobi | {100 * row['tar']:.0f}% | {row['tau']:.2f} [" in text

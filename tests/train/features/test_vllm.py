@@ -9,6 +9,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -273,6 +274,57 @@ def test_what_goes_on_failing_ends_with_its_reason(
         features.close()
 
 
+def test_states_in_fp8_are_read_as_bfloat16(micro: Path, tmp_path: Path) -> None:
+    half = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu", dtype="bfloat16"))
+    document = [5, 6, 7, 8, 9]
+    with serving(half, tmp_path) as plain, serving(half, tmp_path, fp8=True) as coded:
+        exact, found = (
+            client_of(config_of(stub, states=tmp_path), half).states(document)
+            for stub in (plain, coded)
+        )
+    assert found.dtype == exact.dtype == torch.bfloat16
+    error = (found.float() - exact.float()).abs()
+    largest = exact.float().abs().amax((1, 2), keepdim=True)
+    # half a step of e4m3 in relation to the value, and bfloat16's own; of the smallest values, to the token's scale
+    assert bool((error <= exact.float().abs() / 14 + largest / 448 / 256).all())
+    assert bool(error.any())
+
+
+def test_threads_that_wait_for_a_hanging_server_share_its_failure(
+    target: TargetModel, own: TargetModel, tmp_path: Path
+) -> None:
+    asking, retries = 8, 2
+    with serving(own, tmp_path) as stub:
+        config = config_of(stub, states=tmp_path, retries=retries, timeout_seconds=0.5)
+        client = client_of(config, target)
+        before = len(stub.requests)
+        stub.faults += ["hang"] * 100
+
+        def ask(number: int) -> str:
+            with pytest.raises(UserError) as caught:
+                client.states([5, 6, 7 + number])
+            return str(caught.value)
+
+        with ThreadPoolExecutor(asking) as pool:
+            errors = [*pool.map(ask, range(asking))]
+        assert all("no answer within 0.5 s" in error for error in errors)
+        # the documents, and then looks: one for all threads that wait, not one for each
+        assert len(stub.requests) - before < asking + retries * asking / 2
+        client.close()
+
+
+def test_others_are_asked_while_one_thread_tries_a_server_that_failed(tmp_path: Path) -> None:
+    found = servers.Servers(config_of("http://a:1", "http://b:2", states=tmp_path), "server", {})
+    failed, other = found.all
+    while found._next() != failed:
+        pass
+    found._rest(failed)
+    found._rested[failed] = 0.0  # its rest has ended
+    chosen = [found._next() for _ in range(4)]
+    assert chosen.count(failed) == 1, chosen
+    assert chosen.count(other) == 3, chosen
+
+
 def test_a_killed_server_is_worked_around_and_found_again(
     target: TargetModel, own: TargetModel, micro: Path, tmp_path: Path
 ) -> None:
@@ -349,7 +401,7 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command_that_would(
     refused(r"differ from the target's at layer 1 \(by \d+%\)" + command, layers=(0, 0, 2))
     refused(r"another log-probability than its states do", layers=(0, 1, 1))
     half = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu", dtype="bfloat16"))
-    refused("computes in bfloat16, but target.dtype is float32" + command, model=half)
+    refused("leaves bfloat16 states, but target.dtype is float32" + command, model=half)
     other = tiny_tokenizer("chatml")
     refused("has another tokenizer than the target", encode=other.encode)
     refused(r"features\.layers=\[0, 2\] lacks \[1\]", named=(0, 2))

@@ -38,7 +38,7 @@ class Stub:
         self.target, self.folder, self.layers = target, folder, layers
         self.faults: list[int | str] = []
         self.requests: list[list[int]] = []
-        self.token, self.connector, self.longest = "", True, 65
+        self.token, self.connector, self.longest, self.fp8 = "", True, 65, False
         self.encode = target.tokenizer.encode
         vars(self).update(more)
         self._lock, self.ended = threading.Lock(), threading.Event()
@@ -108,7 +108,8 @@ class Stub:
         states = states[: len(tokens)]
         if fault == "other":
             tokens = tokens.flip(0)
-        content = save({"hidden_states": states, "token_ids": tokens})
+        written = in_fp8(states) if self.fp8 else {"hidden_states": states}
+        content = save({**written, "token_ids": tokens})
         with held(path) as release:
             if fault == "aborted":
                 self.ended.wait(0.5)
@@ -170,6 +171,14 @@ class Stub:
             logprob, token = self.target.weights.logits(last[0, -1:]).log_softmax(-1).max(-1)
         states = taps[0][:, [there.index(layer) for layer in self.layers]]
         return states, float(logprob), int(token)
+
+
+def in_fp8(states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """States as speculators' connector writes them: a scale per token."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = states.float().abs().amax((1, 2), keepdim=True) / largest
+    codes = (states.float() / scales).to(torch.float8_e4m3fn)
+    return {"hidden_states": codes, "hidden_states_scales": scales}
 
 
 @contextmanager

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -40,6 +42,8 @@ from train.generate.backends.protocols import same_tokenizer
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
 """Bytes that an answer may have besides its tokens, and per token."""
+LONGEST_LOOK = 10.0
+"""Seconds for a server's list of models, which also a busy one answers at once."""
 LAYER_GAP = 0.1
 """Largest relative difference of a layer's states to the target's own."""
 
@@ -98,6 +102,8 @@ class VllmClient:
         self._models: dict[Address, str] = {}
         """The model's name at servers that were checked."""
         self._looking = {server: threading.Lock() for server in self.servers.all}
+        self._refused: dict[Address, tuple[float, FailureError]] = {}
+        """The last look at a server that failed: when it ended (monotonic), and why."""
         self._require_room()
         # once, here: threads check servers while others may run the target
         self._text, self._tokens = self._probe()
@@ -143,15 +149,28 @@ class VllmClient:
         sweep(self.folder, self.name)
 
     def _model_of(self, server: Address) -> str:
-        """The name of a server's model; raises `UserError` for one that does not fit."""
+        """The name of a server's model; raises `UserError` for one that does not fit. One thread
+        looks at a server; those that come meanwhile share what it finds, also its failure, since
+        a server that hangs would otherwise keep them waiting one after another."""
+        came = time.monotonic()
         with self._looking[server]:
-            if server not in self._models:
+            if server in self._models:
+                return self._models[server]
+            ended, failure = self._refused.get(server, (-math.inf, None))
+            if failure is not None and ended >= came:
+                raise FailureError(str(failure)) from failure
+            try:
                 self._models[server] = self._look(server)
+            except FailureError as error:
+                self._refused[server] = time.monotonic(), error
+                raise
             return self._models[server]
 
     def _look(self, server: Address) -> str:
         """Ask a server for its model, and for the states of a text."""
-        content = self.servers.request(server, "GET", "/v1/models", most=MOST_AROUND)
+        content = self.servers.request(
+            server, "GET", "/v1/models", most=MOST_AROUND, longest=LONGEST_LOOK
+        )
         listed = self._read(Listed, server, content)
         if listed.longest <= self.longest:
             raise self._misfit(
@@ -261,7 +280,7 @@ class VllmClient:
         if states.dtype != self.target.dtype:
             raise self._misfit(
                 server,
-                f"computes in {str(states.dtype).removeprefix('torch.')}, but target.dtype is "
+                f"leaves {str(states.dtype).removeprefix('torch.')} states, but target.dtype is "
                 f"{str(self.target.dtype).removeprefix('torch.')}",
             )
         found = gap(self.target, states[-1, -1], answer.token, answer.logprob)

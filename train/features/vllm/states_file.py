@@ -2,6 +2,8 @@
 it.
 
 A request's file `<id>.safetensors` has `hidden_states` [N, L, H] and `token_ids` [N] int64. The
+connector `FP8HiddenStatesConnector` of speculators (package hs-connectors 0.9) writes the states as
+float8_e4m3fn, with `hidden_states_scales` float32 [N, 1, 1] that they are multiplied with. The
 engine holds an exclusive lock (flock) on `<id>.safetensors.lock` from the start of the request
 until the file is written or writing has failed; a killed engine loses the lock. Files of a reader
 are named after it (`NAME`), so that files of its abandoned requests are found and deleted.
@@ -29,6 +31,7 @@ from inference.target.memory import gib
 from train.features.servers import FailureError
 
 LOCK = ".lock"
+SCALES = "hidden_states_scales"
 NAME = "headstart-"
 STALE_SECONDS = 3600.0
 """Age at which a file belongs to a reader that is gone, as readers wait far less for one."""
@@ -37,7 +40,8 @@ POLL_SECONDS, LONGEST_POLL = 0.002, 0.1
 
 def read_states(path: Path, seconds: float, stopped: Callable[[], bool]) -> tuple[Tensor, Tensor]:
     """Read hidden_states [N, L, H] and token_ids [N] of a file and delete it; waits for its writer
-    at most `seconds`. Raises `FailureError` if the file does not arrive complete."""
+    at most `seconds`. fp8 states become bfloat16. Raises `FailureError` if the file does not arrive
+    complete."""
     try:
         if not await_lock(path, seconds, stopped):
             raise FailureError(f"'{path}' is not written within {seconds:g} s")
@@ -52,7 +56,10 @@ def read_states(path: Path, seconds: float, stopped: Callable[[], bool]) -> tupl
     try:
         with refusing(f"'{path}'", "", *BROKEN):
             parts = load(content)
-            return parts["hidden_states"], parts["token_ids"]
+            states, tokens = parts["hidden_states"], parts["token_ids"]
+            if SCALES in parts:
+                states = (states.float() * parts[SCALES]).bfloat16()
+            return states, tokens
     except UserError as error:
         raise FailureError(f"{error} {room(path.parent)}") from error
 
