@@ -1,7 +1,8 @@
 """Acceptance by kind of text, and its effect on speed: docs/reports/domains.{json,md}.
 
     headstart measure experiment=families bench=domains bench.prompts_per_domain=4 \\
-      measure.name=domains measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward]
+      measure.name=domains \\
+      measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward]
     python -m scripts.evidence.domains
 
 The second command reads the report of the first: chains of 4 at temperature 0, of every trained
@@ -42,7 +43,8 @@ from scripts.tools.common import REPORTS, command
 
 COMMAND = (
     "headstart measure experiment=families bench=domains bench.prompts_per_domain=4 "
-    "measure.name=domains measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward] && "
+    "measure.name=domains "
+    "measure.kinds=[ngram,suffix,jacobi,lookahead,early_exit,layer_skip,jump_forward] && "
     "python -m scripts.evidence.domains"
 )
 PUBLISHED = {
