@@ -41,6 +41,7 @@ import numpy as np
 
 from heads.api.errors import UserError
 from inference.folders import copy_plain
+from inference.manifest import file_sha256
 from inference.measure.metrics import Floats, Totals, ratios
 from inference.report.markdown import markdown_table
 from scripts.evidence.answer_sets import AnswerSets, rows_in
@@ -83,6 +84,8 @@ PASSES = 2
 DEPTH, BRANCHED_DEPTH = 7, 4
 """Levels of the measured chains, and of the chains whose rejected tokens are continued."""
 ROUNDS = 3
+JUDGED = 64
+"""Validation prompts per domain that judge a round, at most: all of the embedded target's."""
 FEW = 10
 """`variations` begins with one prompt in this many of the first size."""
 BEYOND = 10.0
@@ -110,12 +113,13 @@ SIZES_NEEDED = {FLATTEST: 3}
 @dataclass(frozen=True)
 class Measured:
     """The trainings of a kind on the same answers, one per seed. answers: different ones; steps,
-    tokens: means over seeds, tokens without padding."""
+    tokens: means over seeds, tokens without padding; loops: how each loop of rounds ended."""
 
     answers: int
     steps: float
     tokens: float
     totals: list[Totals]
+    loops: list[Facts] = field(default_factory=list)
 
 
 @dataclass
@@ -152,6 +156,7 @@ class Study(Bench):
             float(np.mean([one["steps"] for one in facts])),
             float(np.mean([one["tokens"] for one in facts])),
             [self.totals(checkpoint, "T=0", self.measuring, decode) for checkpoint in checkpoints],
+            [one["loop"] for one in facts if "loop" in one],
         )
 
     def on_curve(self, kind: str, size: int, seed: int) -> Path:
@@ -200,6 +205,7 @@ class Study(Bench):
         words += [f"train.max_steps={math.ceil(steps / ROUNDS)}", "loop.round.patience=0"]
         words += ["loop.round.overrides=[]", "sampling.temperature=0"]
         words += ["loop.round.checked_answers=0", f"run.seed={seed}", f"sampling.seed={seed}"]
+        words += [f"loop.round.judge=[bench.prompts_per_domain={JUDGED},decode.max_new_tokens=64]"]
 
         def run(out: Path) -> Facts:
             """Run the loop, keep its last drafter in `out`, and return its cost."""
@@ -217,11 +223,14 @@ class Study(Bench):
                 "steps": sum(entry["training"]["steps"] for entry in loop["rounds"]),
                 "tokens": loop["spent"]["tokens"],
                 "answers": sum(map(answers_of, loop["rounds"])),
+                "loop": {"best_round": loop["best"]["round"], "off": loop["off"]},
             }
 
         settings = settings_of("loop", "experiment=[embedded_loop]", *words)
         # the draft decides which tokens are rejected
         key = [decisive(settings), settings.with_defaults["decode"], answers_facts(start)]
+        # the prompts that judge the rounds decide which drafter is kept
+        key.append(file_sha256(self.place.validation))
         return self.once(f"{kind}-{IN_ROUNDS}-{seed}", key, run)
 
 
@@ -306,7 +315,7 @@ def found_in(entry: Facts) -> Found:
             nothing = np.zeros(len(passes))
             sums = (np.array(committed), np.array(passes), nothing, nothing, np.zeros((1, 1)))
             totals.append(Totals(names, names, *sums, seconds={}))
-        return Measured(row["answers"], row["steps"], row["tokens"], totals)
+        return Measured(row["answers"], row["steps"], row["tokens"], totals, row.get("loops", []))
 
     curve = {row["size"]: measured(row) for row in entry["points"]}
     return Found(curve, {arm: measured(row) for arm, row in entry.get("arms", {}).items()})
@@ -325,6 +334,7 @@ def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
             "tau": tau,
             "tau_ci95": interval(resamples),
             "sums": sums_of(one),
+            **({"loops": one.loops} if one.loops else {}),
         }
         for one, (tau, resamples) in zip(measured, draws, strict=True)
     ]
@@ -390,6 +400,23 @@ def worth(curves: Curves, gain: Floats, amounts: Sequence[float], as_many: float
     bounds = (amounts[0] / BEYOND, amounts[-1] * BEYOND)
     place = np.clip(curves.where(gain), *bounds)
     return estimate(place, "worth") | estimate(place / as_many, "worth_ratio")
+
+
+def loop_lines(kinds: Facts) -> list[str]:
+    """A line for each kind that was trained in rounds: the rounds whose drafters were kept, and the
+    switches that were turned off."""
+    lines = []
+    for kind, entry in kinds.items():
+        loops = entry.get("arms", {}).get(IN_ROUNDS, {}).get("loops", [])
+        if loops:
+            best = ", ".join(str(one["best_round"]) for one in loops)
+            off = sorted({switch for one in loops for switch in one["off"]})
+            lines.append(
+                f"{kind} in rounds: the drafter of round {best} (from 0, by seed) was best on the "
+                f"validation prompts and is measured; turned off on the way: "
+                f"{', '.join(off) or 'nothing'}."
+            )
+    return lines
 
 
 def markdown(content: Facts) -> list[str]:
@@ -468,6 +495,8 @@ def markdown(content: Facts) -> list[str]:
             ],
             arms,
         ),
+        "",
+        *loop_lines(kinds),
         "",
     ]
 

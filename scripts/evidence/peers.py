@@ -5,15 +5,16 @@
 PYTHON is an interpreter that has speculators. Both sides read the same documents of the same target
 for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
 blocks or depths, and anchors, in the same dtype. Both read the target's features from a store. The
-library keeps its own recipe (its loss, optimiser, schedule, norms, and what it trains: P-EAGLE its
-embedding); ours is that of conf/head. Both sweep the same learning rates (the library for Muon and
-for AdamW alike), and each keeps the rate with the best tau on the validation prompts. That rate is
-trained with two further seeds. Our decoder decodes the three drafters of both sides on other
+library keeps its own recipe (the layers of the target that it reads, its loss, optimiser, schedule,
+norms, and what it trains: P-EAGLE its embedding); ours is that of conf/head. Both sweep the same
+learning rates (the library for Muon and for AdamW alike), and each keeps the rate with the best
+mean tau on the validation prompts at temperatures 0 and 1. That rate is trained with two further
+seeds. Our decoder decodes the three drafters of both sides on other
 prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the
 target's distribution.
 
 The library's own validation loss, on the target's greedy answers to the validation prompts, is
-recorded beside its trainings. A best rate at the edge of the grid is marked: a rate beyond may be
+recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
 better.
 
 Writes docs/reports/peers.{json,md}. Every training and every measurement is kept under --work, and
@@ -76,13 +77,20 @@ class Contest(Bench):
 
     def __init__(self, python: str, place: Place, work: Path, threads: int, prompts: int) -> None:
         super().__init__(place, work, threads, prompts, [*OURS])
-        self.setting = Setting(python, place.answers, place.target, work / "speculators", threads)
+        self.setting = Setting(
+            python, place.answers, place.target, work / "speculators", threads, own_taps=True
+        )
 
     def best(self, kind: str, side: str) -> tuple[dict[float, float], list[Path]]:
-        """tau on the validation prompts by rate, and the checkpoints of all seeds at the best."""
+        """The score by rate, and the checkpoints of all seeds at the best."""
         score = {rate: self.score(self.trained(kind, side, rate, SEEDS[0])) for rate in RATES}
         rate = max(score, key=score.__getitem__)
         return score, [self.trained(kind, side, rate, seed) for seed in SEEDS]
+
+    def losses(self, kind: str) -> dict[str, float | None]:
+        """The library's own validation loss of each of its rates."""
+        each = {rate: self.trained(kind, "speculators", rate, SEEDS[0]) for rate in RATES}
+        return {f"{rate:g}": loss_of(self.facts(path)) for rate, path in each.items()}
 
     def trained(self, kind: str, side: str, rate: float, seed: int) -> Path:
         """The checkpoint of a training, which runs now if it does not exist."""
@@ -106,6 +114,13 @@ class Contest(Bench):
         words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}", f"train.epochs={EPOCHS}"]
         words += [f"train.global_batch={ROWS}", f"train.micro_batch={ROWS}"]
         return self.train(name, *words)
+
+    def taps(self, kind: str, side: str) -> list[int]:
+        """The layers of the target that a side's drafter reads."""
+        if side == "speculators":
+            return self.setting.taps(kind)
+        head = settings_of("train", EXPERIMENT, *OURS[kind]).head
+        return [*self.drafter(head).needs.taps]
 
     def train_theirs(
         self, kind: str, name: str, words: Sequence[str], seed: int, out: Path
@@ -196,11 +211,13 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
             "at_edge": rate in (min(RATES), max(RATES)),
             "seeds": [contest.facts(checkpoint) for checkpoint in checkpoints],
             "validation_tau_by_rate": {f"{rate:g}": tau for rate, tau in score.items()},
+            "taps": contest.taps(kind, side),
         }
         ways = found[side] = {}
         for checkpoint in checkpoints:
             for way, totals in contest.measured(checkpoint):
                 ways.setdefault(way, []).append(totals)
+    trainings["speculators"]["validation_loss_by_rate"] = contest.losses(kind)
     rows = []
     for way, ours in found["ours"].items():
         temperature, rule, depth = way
@@ -244,6 +261,7 @@ def markdown(content: Facts) -> list[str]:
             f"{found['steps']:,}",
             f"{found['tokens']:,}",
             f"{found['trained_weights'] / 1e6:.2f} M",
+            ", ".join(map(str, found["taps"])),
             loss_cell(found),
             recipe_cell(found),
         ]
@@ -251,7 +269,7 @@ def markdown(content: Facts) -> list[str]:
         for kind, sides in kinds.items()
         for side, found in sides.items()
     ]
-    header = ["target", "kind", "side", "best rate", "steps", "training tokens", "trained weights"]
+    header = "target, kind, side, best rate, steps, training tokens, trained weights, layers read"
     return [
         "# Headstart and speculators on the same answers",
         "",
@@ -259,10 +277,11 @@ def markdown(content: Facts) -> list[str]:
         f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, {content['settings']['dtype']}, "
         f"equal layers, blocks and anchors ({ANCHORS} blocks a step; P-EAGLE: 4 layers, 8 depths, "
         f"all positions). Both tried the rates {', '.join(f'{rate:g}' for rate in RATES)}, and "
-        "each kept the one with the best tau on the validation prompts; three seeds. A rate marked "
-        "as edge is the first or last one tried, and one beyond it may be better. All drafters are "
-        "decoded by Headstart, on prompts that neither side saw. Intervals: 95% bootstrap over "
-        f"prompts and seeds. Made by `{content['command']}`; all figures: peers.json.",
+        "each kept the one with the best mean tau on the validation prompts at temperatures 0 and "
+        "1; three seeds. A rate marked as edge is the first or last one tried, and one beyond it "
+        "may be better. All drafters are decoded by Headstart, on prompts that neither side saw. "
+        f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`; all "
+        "figures: peers.json.",
         "",
         *table(content["rows"]),
         "",
@@ -270,14 +289,22 @@ def markdown(content: Facts) -> list[str]:
         "library's EAGLE-3 and P-EAGLE without the first of each document. The loss is the "
         "library's own, on the target's answers to the validation prompts.",
         "",
-        *markdown_table([*header, "its validation loss", "its optimiser and loss"], trainings),
+        *markdown_table(
+            [*header.split(", "), "its validation loss", "its optimiser and loss"], trainings
+        ),
         "",
     ]
 
 
+def loss_of(found: Facts) -> float | None:
+    """The library's validation loss; None for our side."""
+    loss: float | None = found.get("validation", {}).get("loss_epoch")
+    return loss
+
+
 def loss_cell(found: Facts) -> str:
     """The library's validation loss; a dash for our side."""
-    loss = found.get("validation", {}).get("loss_epoch")
+    loss = loss_of(found)
     return "-" if loss is None else f"{loss:.3f}"
 
 

@@ -38,6 +38,8 @@ FLAGS = (
     "--on-missing raise --no-resume-from-checkpoint"
 ).split()
 """Flags of the library in every comparison: what a CPU needs, and no logging."""
+SHALLOW = 6
+"""Layers of a target with which two of the library's default taps are the same."""
 Row = tuple[list[int], list[int]]
 """Tokens of a document, and 1 for each that the loss counts."""
 
@@ -128,7 +130,8 @@ class Side:
 @dataclass(frozen=True)
 class Setting:
     """The settings that both sides of a comparison share. length: most tokens of a document; dtype:
-    of the library's computation and of its features."""
+    of the library's computation and of its features; own_taps: whether the library reads the layers
+    that it reads by default, in place of ours."""
 
     python: str
     answers: Path
@@ -137,6 +140,7 @@ class Setting:
     threads: int
     length: int = LENGTH
     dtype: str = field(default_factory=fast_dtype)
+    own_taps: bool = False
 
     def theirs(
         self, kind: str, name: str, places: int, flags: Sequence[str], epochs: int, seed: int = 0
@@ -174,7 +178,12 @@ class Setting:
         return side
 
     def taps(self, kind: str) -> list[int]:
-        """The layers that our drafter of this kind reads by default."""
+        """The layers of the target that the library's drafter of this kind reads. Its own defaults
+        (`resolve_target_layer_ids`) need a target of more than `SHALLOW` layers; otherwise they are
+        ours."""
+        layers = self.model.info.num_layers
+        if self.own_taps and layers > SHALLOW:
+            return [2, layers // 2, layers - 3]
         head = settings_of("train", "experiment=[families]", *family_recipe(kind)).head
         drafter = get_kind(head.kind).drafter_class(head.config, self.model.info)
         return list(drafter.needs.taps)

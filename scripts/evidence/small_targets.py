@@ -49,8 +49,12 @@ from train.data.pack import PackedData
 from train.features.store.codec import bytes_per_token
 
 SEEDS = (0, 1, 2)
-CHECK = DecodeConfig(temperature=0.0, depth=5, max_new_tokens=64, batch_size=16)
-"""How the validation prompts are decoded, by which learning rates are chosen."""
+CHECKS = tuple(
+    DecodeConfig(temperature=temperature, rule=rule, depth=5, max_new_tokens=64, batch_size=16)
+    for temperature, rule in ((0.0, "match"), (1.0, "block"))
+)
+"""How the validation prompts are decoded, by which learning rates are chosen: reports measure at
+both temperatures."""
 CHECKED = 48
 """Number of validation prompts."""
 NEW_TOKENS = 96
@@ -287,8 +291,9 @@ class Bench:
         return self.once(name, [decisive(settings), answers_facts(read)], run)
 
     def score(self, checkpoint: Path) -> float:
-        """tau on the validation prompts."""
-        return tau_estimate(self.totals(checkpoint, "validation", self.validation, CHECK)).tau
+        """tau on the validation prompts, the mean of `CHECKS`."""
+        found = [self.totals(checkpoint, "validation", self.validation, check) for check in CHECKS]
+        return sum(tau_estimate(totals).tau for totals in found) / len(found)
 
     def totals(
         self, checkpoint: Path, name: str, prompts: Sequence[Prompt], decode: DecodeConfig

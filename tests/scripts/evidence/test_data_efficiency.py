@@ -198,10 +198,17 @@ def test_the_command_on_the_smallest_target(
     assert entry["arms"]["repeated"]["answers"] == 6
     assert entry["arms"]["flattest"]["answers"] == 12
     assert entry["arms"]["variations"]["answers"] == 12
-    assert entry["arms"]["rounds"]["answers"] == 12  # three rounds of 4 prompts each
+    rounds = entry["arms"]["rounds"]
+    assert rounds["answers"] == 12  # three rounds of 4 prompts each
+    (ended,) = rounds["loops"]
+    assert ended["best_round"] in range(3)
     stores = [path.name for path in (tmp_path / "work" / "trained").glob("features-*")]
     assert len(stores) == 3  # one for each size
     page = out.with_suffix(".md").read_text()
+    assert f"eagle3 in rounds: the drafter of round {ended['best_round']} " in page
+    judged = json.loads(next((tmp_path / "work").glob("rounds/*/loop.json")).read_text())
+    judge = "bench.prompts_per_domain=64"
+    assert judge in judged["settings"]["round"]["judge"]
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("done again")

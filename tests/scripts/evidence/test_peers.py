@@ -71,14 +71,19 @@ def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
 
     monkeypatch.setattr(contest, "best", best)
     monkeypatch.setattr(contest, "measured", lambda _: [])
+    monkeypatch.setattr(contest, "losses", lambda _: {"0.003": 1.25})
+    monkeypatch.setattr(contest, "taps", lambda _, side: [2, 10, 17] if side == "ours" else [1])
     monkeypatch.setattr(contest, "facts", lambda at: facts if at.name == "ours" else theirs)
     _, trainings = peers.compare(contest, "eagle3")
     assert trainings["ours"]["at_edge"] and not trainings["speculators"]["at_edge"]
     content = {"rows": [], "trainings": {"embedded": {"eagle3": trainings}}}
     content |= {"settings": {"dtype": "float32"}, "command": "c"}
     page = "\n".join(peers.markdown(content))
-    assert "| embedded | eagle3 | ours | 0.03 (edge) | 5 | 1,000 | 2.00 M | - | - |" in page
-    assert "| 0.003 | 5 | 1,000 | 2.00 M | 1.250 | muon, linear, kl_div |" in page
+    assert (
+        "| embedded | eagle3 | ours | 0.03 (edge) | 5 | 1,000 | 2.00 M | 2, 10, 17 | - | - |"
+        in page
+    )
+    assert "| 0.003 | 5 | 1,000 | 2.00 M | 1 | 1.250 | muon, linear, kl_div |" in page
 
 
 def test_the_report_keeps_other_kinds_and_says_its_command(
@@ -89,7 +94,14 @@ def test_the_report_keeps_other_kinds_and_says_its_command(
     def compare(contest: Contest, kind: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         side = {"tau": 2.0, "tau_ci95": [1.9, 2.1]}
         row = {"temperature": 0.0, "rule": "match", "depth": 3, "ours": side, "theirs": side}
-        facts = {"rate": 1e-3, "at_edge": True, "steps": 5, "tokens": 9, "trained_weights": 7}
+        facts: dict[str, Any] = {
+            "rate": 1e-3,
+            "at_edge": True,
+            "steps": 5,
+            "tokens": 9,
+            "trained_weights": 7,
+        }
+        facts["taps"] = [1]
         return [{**row, "ratio": 1.0, "ratio_ci95": [0.9, 1.1]}] * 2, {"ours": facts}
 
     monkeypatch.setattr(peers, "compare", compare)
