@@ -5,11 +5,15 @@ The layout is compressed-tensors': the tensors of `inference.target.packed_weigh
 quantization_config in config.json that vLLM applies to the linear layers of the drafter's model
 class. The engine quantises activations of int8 and fp8 per token; those of nvfp4 stay as they are.
 Embedding, LM head, norms and the small parts of block drafters stay as they are.
+
+vLLM joins q, k and v of a decoder layer, and gate and up, to one matrix each, and applies the
+largest of their `weight_global_scale` to all of it. So nvfp4 has one such scale per joined matrix.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -18,7 +22,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from inference.export.layouts.base import Layout, Written
 from inference.export.layouts.folder import Folder, Json
-from inference.target.packed_weights import Name, dequantise, quantise, sort_parts
+from inference.target.packed_weights import Name, dequantise, quantise, require_readable, sort_parts
 
 KEY = "quantization_config"
 METHOD = "compressed-tensors"
@@ -70,11 +74,15 @@ def linear_weights(layout: Layout | None, engine: str, name: str) -> str:
 def quantise_folder(written: Written, tensors: dict[str, Tensor], pattern: str, name: Name) -> None:
     """Replace the weights in `tensors` whose layers match `pattern`, and record that in
     config.json."""
-    chosen = re.compile(rf"({pattern})\.weight")
-    for full in [each for each in tensors if chosen.fullmatch(each)]:
-        parts = quantise(tensors.pop(full), name)
-        layer = full.removesuffix("weight")
-        tensors |= {f"{layer}{end}": value.contiguous() for end, value in parts.items()}
+    found = {each: re.fullmatch(rf"({pattern})\.weight", each) for each in tensors}
+    chosen = {match[1]: tensors.pop(each) for each, match in found.items() if match}
+    largest: dict[str, float] = {}
+    for layer, weight in chosen.items():
+        joined = joined_layer(layer)
+        largest[joined] = max(largest.get(joined, 0.0), float(weight.abs().max()))
+    for layer, weight in chosen.items():
+        parts = quantise(weight, name, largest[joined_layer(layer)])
+        tensors |= {f"{layer}.{end}": value.contiguous() for end, value in parts.items()}
     form, weights, activations = SCHEMES[name]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     written.config[KEY] = {
@@ -90,6 +98,12 @@ def quantise_folder(written: Written, tensors: dict[str, Tensor], pattern: str, 
     )
 
 
+def joined_layer(layer: str) -> str:
+    """vLLM's name of a linear layer, or of the one that it joins it to."""
+    layer = re.sub(r"\.[qkv]_proj$", ".qkv_proj", layer)
+    return re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", layer)
+
+
 def open_weights(folder: Folder) -> tuple[Folder, list[str]]:
     """A folder with plain weights in the number format of its config.json, and the faults of its
     quantised weights. Weights that cannot be dequantised are missing from the folder."""
@@ -101,6 +115,7 @@ def open_weights(folder: Folder) -> tuple[Folder, list[str]]:
             f"'{folder.path}' is quantised with {settings.get('quant_method')}; drafters are read "
             f"in the layout of {METHOD}. Fetch one in full precision."
         )
+    require_readable(settings, f"'{folder.path}'", "Fetch one in full precision.")
     named = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16")
     dtype = getattr(torch, named.removeprefix("torch."), torch.bfloat16)
     packed, faults = sort_parts(folder.tensors), []
@@ -124,3 +139,19 @@ def wrong_scales(layers: dict[str, dict[str, Tensor]]) -> list[tuple[str, str]]:
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
                 found.append((layer, f"{end} holds values that are no positive numbers"))
     return found
+
+
+def unequal_scales(tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Faults of a folder in which layers that vLLM joins have global scales of their own. Each
+    layer can be read by itself, so that an import is right."""
+    first: dict[str, tuple[str, Tensor]] = {}
+    for layer, parts in sort_parts(tensors).layers.items():
+        scale = parts.get("weight_global_scale")
+        if scale is None:
+            continue
+        other, shared = first.setdefault(joined_layer(layer), (layer, scale))
+        if not torch.equal(scale, shared):
+            yield (
+                f"quantised: '{layer}': weight_global_scale is not that of '{other}'; the engine "
+                "joins these layers and applies the largest to all of them. Export it again."
+            )

@@ -22,12 +22,12 @@ from transformers.utils import cached_file
 
 from heads.api.errors import UserError
 from heads.api.reading import read_object
-from inference.target.packed_weights import dequantise, sort_parts
+from inference.target.packed_weights import dequantise, require_readable, sort_parts
 
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
 MODELOPT_FILE = "hf_quant_config.json"
 """File in which older versions of ModelOpt describe the quantisation."""
-BLOCKS = {"FP8_PB_WO": (128, 128)}
+BLOCKS = dict.fromkeys(("FP8_PB_WO", "FP8_BLOCK_SCALES"), (128, 128))
 """ModelOpt's methods with a scale per block, and the block's shape."""
 MORE = ("pre_quant_scale", "svdquant_lora_a", "lora_a", "smoothing_factor")
 """Ends of the names of tensors that change a layer's inputs."""
@@ -72,7 +72,7 @@ def block_of(settings: dict[str, Any]) -> tuple[int, ...]:
         if given:
             sides = given.split("x") if isinstance(given, str) else given
             return tuple(int(side) for side in sides)
-    return BLOCKS.get(str(settings.get("quant_algo")), ())
+    return BLOCKS.get(str(settings.get("quant_algo")).upper(), ())
 
 
 class PlainWeight:
@@ -100,7 +100,10 @@ def open_packed(
     path: str, revision: str | None, settings: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
     """A target's tensors by name: those of its files, with `PlainWeight` instead of quantised ones.
-    Raises `UserError` for missing files, and for tensors that change the layers' inputs."""
+    Raises `UserError` for a format that is not read, missing files, and tensors that change the
+    layers' inputs."""
+    instead = "Use another checkpoint, or take the states from an engine (features.source=vllm)."
+    require_readable(settings, f"target '{path}'", instead)
     folder = Path(path)
     if not folder.is_dir():
         patterns = ["*.safetensors", "*.json"]

@@ -8,11 +8,13 @@ The weight [O, I] of a linear layer is stored as several tensors under the layer
 | packed integers | `weight_packed` [O, I x bits / 32] int32 | `weight_scale` [O, G] | (codes - zero) x scale |
 | NVFP4, compressed-tensors | `weight_packed` [O, I / 2] uint8 | `weight_scale` [O, I / 16] fp8, `weight_global_scale` | codes x scale / global |
 | NVFP4, ModelOpt | `weight` [O, I / 2] uint8 | `weight_scale` [O, I / 16] fp8, `weight_scale_2` | codes x scale x scale_2 |
+| MXFP4 | `weight_packed` or `weight` [O, I / 2] uint8 | `weight_scale` [O, I / 32] uint8 | codes x 2^(scale - 127) |
+| MXFP8 | `weight` [O, I] fp8 | `weight_scale` [O, I / 32] uint8 | codes x 2^(scale - 127) |
 
-fp8 is e4m3. An NVFP4 code is e2m1 (1 sign, 2 exponent and 1 mantissa bits); a byte holds two, the
-first in its low half. Packed integers are stored with an offset of 2^(bits - 1), the first in the
-lowest bits. Scales of activations and of key/value caches are stored beside them (`IGNORED`);
-multiplying with plain weights does not need them.
+fp8 is e4m3. A code of NVFP4 and MXFP4 is e2m1 (1 sign, 2 exponent and 1 mantissa bits); a byte
+holds two, the first in its low half. Packed integers are stored with an offset of 2^(bits - 1), the
+first in the lowest bits. Scales of activations and of key/value caches are stored beside them
+(`IGNORED`); multiplying with plain weights does not need them.
 
 Legend: O outputs, I inputs, G groups of inputs with a scale each.
 """  # noqa: E501
@@ -51,18 +53,46 @@ IGNORED = (
 """Scales of other values than weights."""
 WORD = 32
 """Bits of the words that integers are packed into."""
+FORMATS = (
+    "dense int-quantized float-quantized naive-quantized pack-quantized nvfp4-pack-quantized "
+    "mxfp4-pack-quantized mxfp8-quantized mixed-precision"
+).split()
+"""compressed-tensors' names of the formats that `dequantise` reads."""
+ALGORITHMS = (
+    "FP8 FP8_PER_CHANNEL_PER_TOKEN FP8_PB_WO FP8_BLOCK_SCALES W8A16 W8A8_SQ_PER_CHANNEL NVFP4 "
+    "NVFP4_AWQ W4A16_NVFP4 W4A8_NVFP4_FP8 MXFP4 W4A8_MXFP4_FP8 MXFP8 MIXED_PRECISION"
+).split()
+"""ModelOpt's names of the methods whose weights `dequantise` reads."""
 
 
-def quantise(weight: Tensor, name: Name) -> dict[str, Tensor]:
+def require_readable(settings: Mapping[str, Any], where: str, instead: str) -> None:
+    """Raise `UserError` for a checkpoint whose quantization settings name a format that
+    `dequantise` does not read: other codes can be stored in tensors of the same types and names.
+    where: what is refused; instead: what to do."""
+    for inner, key, known in (
+        ("config_groups", "format", FORMATS),
+        ("quantized_layers", "quant_algo", ALGORITHMS),
+    ):
+        named = [each.get(key) for each in (settings, *(settings.get(inner) or {}).values())]
+        for name in filter(None, named):
+            if str(name).lower() not in map(str.lower, known):
+                raise UserError(
+                    f"{where} is quantised as {name}, which is not read. Read are "
+                    f"{', '.join(known)}. {instead}"
+                )
+
+
+def quantise(weight: Tensor, name: Name, largest: float | None = None) -> dict[str, Tensor]:
     """The tensors, by the end of their names, of a weight [O, I] with finite values.
 
     int8 and fp8 have one float32 scale per output (`weight_scale` [O, 1]); nvfp4 has one per 16
-    inputs (e4m3), and one for all (float32 [1]). Raises `UserError` for a width that nvfp4 cannot
-    group.
+    inputs (e4m3), and one for all (float32 [1]). largest: the largest absolute number of all
+    weights that share that last scale; default: of this one. Raises `UserError` for a width that
+    nvfp4 cannot group.
     """
     wide = weight.detach().float()
     if name == "nvfp4":
-        return _quantise_fp4(wide)
+        return _quantise_fp4(wide, float(wide.abs().max()) if largest is None else largest)
     most = FP8_MOST if name == "fp8" else 127.0
     scale = (wide.abs().amax(1, keepdim=True) / most).clamp(min=torch.finfo(torch.float32).tiny)
     ratio = (wide / scale).clamp(-most, most)
@@ -70,7 +100,7 @@ def quantise(weight: Tensor, name: Name) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale": scale}
 
 
-def _quantise_fp4(wide: Tensor) -> dict[str, Tensor]:
+def _quantise_fp4(wide: Tensor, largest: float) -> dict[str, Tensor]:
     rows, columns = wide.shape
     if columns % FP4_GROUP:
         raise UserError(
@@ -78,7 +108,7 @@ def _quantise_fp4(wide: Tensor) -> dict[str, Tensor]:
             "int8 or fp8."
         )
     groups = wide.view(rows, -1, FP4_GROUP)
-    most = wide.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    most = torch.tensor(largest).clamp(min=torch.finfo(torch.float32).tiny).to(wide.device)
     whole = (FP8_MOST * FP4_MOST / most).clamp(max=torch.finfo(torch.float32).max)
     needed = groups.abs().amax(2) / FP4_MOST * whole
     scale = needed.clamp(FP8_LEAST, FP8_MOST).to(FP8)
@@ -143,13 +173,13 @@ def dequantise(
     scale = parts.get("weight_scale_inv") if scale is None else scale
     if codes is None or scale is None or codes.ndim != 2:
         raise UserError(f"the tensors {sorted(parts)} are no quantised weight that is known")
-    if codes.dtype == torch.int32:
-        return _dequantise_packed(parts, codes, scale.float()).to(dtype)
     zero, factor = parts.get("weight_zero_point"), scale.float()
+    if scale.dtype == torch.uint8:  # MXFP4 and MXFP8: powers of two, stored as their exponents
+        factor = torch.exp2(factor - 127)
+    if codes.dtype == torch.int32:
+        return _dequantise_packed(parts, codes, factor).to(dtype)
     if codes.dtype == torch.uint8:
         values = unpack_fp4(codes)
-        if scale.dtype == torch.uint8:  # MXFP4: powers of two, stored as their exponents
-            factor = torch.exp2(factor - 127)
         if "weight_global_scale" in parts:
             factor = factor / parts["weight_global_scale"].float()
         if "weight_scale_2" in parts:

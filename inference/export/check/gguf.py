@@ -80,9 +80,12 @@ def expected(name: str, own: Json, content: GgufContent, info: TargetInfo) -> tu
             needed[f"{at}attn_norm_2.weight"] = (hidden,)
         if name in ("qwen3", DFLASH):
             needed |= {f"{at}attn_{part}_norm.weight": (head,) for part in "qk"}
+        biases: Shapes = {f"{at}attn_{part}.bias": (keys,) for part in "kv"}
+        biases[f"{at}attn_q.bias"] = (queries,)
         if name == "qwen2":
-            needed |= {f"{at}attn_q.bias": (queries,)}
-            needed |= {f"{at}attn_{part}.bias": (keys,) for part in "kv"}
+            needed |= biases
+        if name == "llama":
+            spare |= biases | {f"{at}attn_output.bias": (hidden,)}
     embedding, columns = {"token_embd.weight": (size, hidden)}, size
     if "d2t" in content.tensors:
         columns = int(content.tensors["d2t"].shape[0])

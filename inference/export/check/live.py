@@ -293,6 +293,11 @@ def unused(found: ServedMode, export: Served, batch: int) -> Iterator[str]:
         yield f"the engine's configuration says {LENGTHS} {held}, asked for {list(asked)}"
     steps, drafted = found.acceptance.get("drafts", 0), found.acceptance.get("draft_tokens", 0)
     least, most = export.depths(batch)
+    if least and not steps:
+        yield (
+            f"the engine drafted nothing, and {LENGTHS} asks for {least} to {most} tokens per step "
+            f"with up to {batch} requests"
+        )
     if steps and not max(least, 1) <= drafted / steps <= most:
         yield (
             f"the engine drafted {drafted / steps:.2f} tokens per step, and {LENGTHS} asks for "

@@ -30,7 +30,7 @@ from inference.export.layouts.folder import ExportNotes, Folder, Json
 from inference.export.layouts.gguf import ENGINE, FILE
 from inference.export.layouts.llama import read_rope
 from inference.export.layouts.registry import LAYOUTS
-from inference.export.quantised import open_weights
+from inference.export.quantised import open_weights, unequal_scales
 from inference.folders import plain_files
 from inference.manifest import file_sha256
 from inference.target.loading import TargetConfig
@@ -58,7 +58,9 @@ def verify(config: VerifyConfig, given: TargetConfig, target: TargetModel | None
         own = ExportNotes.read(Path(config.dir))
         found = check_gguf(Path(config.dir), own, target or TargetModel.load(given))
         return Verdict(own.layout or "gguf", ENGINE, found, own.notes)
-    folder, damaged = open_weights(read_folder(Path(config.dir)))
+    stored = read_folder(Path(config.dir))
+    folder, damaged = open_weights(stored)
+    damaged += unequal_scales(stored.tensors)
     target = TargetModel.load(given) if target is None else target
     name = folder.export.layout or find_layout(folder)
     layout = LAYOUTS.get(name.removeprefix(WRAPPED))

@@ -10,7 +10,7 @@ target's embedding.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,10 +184,15 @@ def place_scale(written: Written, target: Target, method: str) -> None:
     elif cap:
         lost.append(f"cap ({float(cap):g})")
     if lost:
-        written.notes.append(
-            f"the engine leaves out the {' and the '.join(lost)} of the target's logits, to which "
-            "the drafter's own scores are added: fewer drafts are accepted than measured here"
-        )
+        written.notes.append(left_out(lost))
+
+
+def left_out(lost: Sequence[str]) -> str:
+    """The note on what an engine does not apply to the target's logits."""
+    return (
+        f"the engine leaves out the {' and the '.join(lost)} of the target's logits, to which "
+        "the drafter's own scores are added: fewer drafts are accepted than measured here"
+    )
 
 
 def own_keys(config: Config, method: str, block: Json) -> Json:

@@ -76,6 +76,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     else:
         found, architecture = dflash.write(checkpoint, target, options), DFLASH
         own_vocabulary(checkpoint, found, target)
+        leave_scale(found)
     interleaved = architecture in ("llama", EAGLE3)
     rope = found.config["rope_parameters"]
     if rope["rope_type"] == "llama3" and architecture.startswith("qwen"):
@@ -139,6 +140,14 @@ def own_vocabulary(checkpoint: Checkpoint, found: Written, target: Target) -> No
     embedding[mask_token(found.config)] = mask
     found.tensors[EMBEDDING] = embedding
     found.tensors[HEAD] = target.weights.lm_head.to(mask.dtype)
+
+
+def leave_scale(found: Written) -> None:
+    """Note that llama.cpp adds a Markov table to logits without the target's scale: it reads
+    `dflash.logit_scale`, and applies it in DFlash 2 alone."""
+    scale = found.config.get("logit_scale")
+    if scale is not None:
+        found.notes.append(dflash.left_out([f"scale ({scale:g})"]))
 
 
 def mask_token(config: Json) -> int:

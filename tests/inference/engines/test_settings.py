@@ -93,8 +93,8 @@ def test_a_live_check_sees_lengths_that_are_not_used() -> None:
     export = Served("x", "eagle3", None, None, told)
     assert (export.depths(1), export.depths(4)) == ((4, 4), (1, 4))
 
-    def faults(taken: object, drafted: int, batch: int) -> list[str]:
-        counts = {"drafts": 10, "draft_tokens": drafted}
+    def faults(taken: object, drafted: int, batch: int, steps: int = 10) -> list[str]:
+        counts = {"drafts": steps, "draft_tokens": drafted}
         mode = ServedMode("x", "0", batch, acceptance=counts, taken={LENGTHS: taken})
         return list(unused(mode, export, batch))
 
@@ -102,5 +102,9 @@ def test_a_live_check_sees_lengths_that_are_not_used() -> None:
     assert faults([(1, 1, 4), (2, 8, 1)], 23, 4) == []
     assert "configuration says" in faults(None, 40, 1)[0]
     assert "drafted 2.00 tokens per step" in faults([(1, 1, 4), (2, 8, 1)], 20, 1)[0]
+    (silent,) = faults([(1, 1, 4), (2, 8, 1)], 0, 8, steps=0)
+    assert "drafted nothing" in silent and "asks for 1 to 4 tokens per step" in silent
+    told[LENGTHS] = [[1, 1, 4], [2, 8, 0]]
+    assert faults(told[LENGTHS], 0, 8, steps=0) == [], "it was asked for none with two and more"
     plain = SimpleNamespace(**{**export.__dict__, "speculative": {TOKENS: 4}})
     assert list(unused(ServedMode("x", "0"), plain, 1)) == []  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ drafter computes, and what it lacks is refused."""
 from __future__ import annotations
 
 import importlib
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ VARIANTS: dict[str, str] = {
     "distilled_shared": "llama",
     "distilled_scaled": "llama",
     "distilled_qwen2": "qwen2",
+    "distilled_wide_heads": "llama",
     "eagle3_llama_cpp": "eagle3",
     "dflash": "dflash",
     "dflash_token": "dflash",
@@ -113,6 +115,21 @@ def test_a_learned_mask_is_a_row_of_an_own_embedding(target: TargetModel, tmp_pa
     rest = torch.arange(len(embedding)) != token
     assert torch.equal(numbers["token_embd.weight"][rest], embedding[rest])
     assert torch.equal(numbers["output.weight"], target.weights.lm_head)
+
+
+def test_a_scale_of_the_targets_logits_is_named(tmp_path: Path) -> None:
+    """Of block drafters, llama.cpp applies it to DFlash 2 alone."""
+    folder = save_target(tmp_path / "target")
+    target = load_target(folder)
+    named = "the engine leaves out the scale (0.25) of the target's logits"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "logits_scaling": 4.0}))
+    for name, noted in (("dspark", True), ("dflash", False)):
+        mine = save(target, name, tmp_path / name)
+        facts = write(target, mine, tmp_path / f"{name}-out", ENGINE)
+        assert any(named in note for note in facts.notes) == noted
+    facts = write(target, tmp_path / "dspark", tmp_path / "vllm", "vllm")
+    assert not any("of the target's logits" in note for note in facts.notes)
 
 
 def test_formats_of_numbers(target: TargetModel, tmp_path: Path) -> None:

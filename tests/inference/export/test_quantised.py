@@ -57,6 +57,69 @@ def test_weights_come_back_within_the_bound(
     assert verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target).faults == []
 
 
+def scaled(mine: Path, factor: float) -> None:
+    """Make the values and gates of a checkpoint `factor` times larger than queries and ups."""
+    stored = tensors(mine)
+    for name, value in stored.items():
+        if name.endswith(("v_proj.weight", "gate_proj.weight")):
+            stored[name] = value * factor
+    save_file(stored, mine / WEIGHTS, {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", LAYOUT_OF)
+def test_layers_that_vllm_joins_share_a_global_scale(
+    target: TargetModel, tmp_path: Path, name: str
+) -> None:
+    """vLLM's reading of nvfp4: the codes and scales of all parts one below the other, and the
+    largest global scale for all of them."""
+    mine = save(target, name, tmp_path / "mine")
+    scaled(mine, 3.0)
+    write(target, mine, tmp_path / "plain", "vllm")
+    write(target, mine, tmp_path / "out", "vllm", quantise="nvfp4")
+    plain = load_file(tmp_path / "plain" / WEIGHTS)
+    layers = sort_parts(load_file(tmp_path / "out" / WEIGHTS)).layers
+    checked = 0
+    for first in [each for each in layers if each.endswith(("q_proj", "gate_proj"))]:
+        ends = (
+            ("q_proj", "k_proj", "v_proj") if first.endswith("q_proj") else ("gate_proj", "up_proj")
+        )
+        start = first.removesuffix(ends[0])
+        shards = [layers[f"{start}{end}"] for end in ends]
+        joined = {
+            end: torch.cat([shard[end] for shard in shards])
+            for end in ("weight_packed", "weight_scale")
+        }
+        scales = torch.stack([shard["weight_global_scale"] for shard in shards])
+        joined["weight_global_scale"] = scales.max().reshape(1)
+        wanted = torch.cat([plain[f"{start}{end}.weight"] for end in ends])
+        gap = (dequantise(joined, torch.float32) - wanted).abs()
+        assert bool((gap <= error_bound(joined)).all()), first
+        checked += 1
+    assert checked >= 2
+
+
+def test_unequal_global_scales_are_a_fault_of_the_folder_and_not_of_an_import(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    mine = save(target, "eagle3", tmp_path / "mine")
+    write(target, mine, tmp_path / "out", "vllm", quantise="nvfp4")
+    file = tmp_path / "out" / WEIGHTS
+    stored = load_file(file)
+    name = next(each for each in stored if each.endswith("v_proj.weight_global_scale"))
+    stored[name] = stored[name] * 2
+    save_file(stored, file)
+    found = verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target).faults
+    assert any("weight_global_scale is not that of" in each and "_proj" in each for each in found)
+    (tmp_path / "out" / "headstart_export.json").unlink()
+    import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "back")
+    layer = name.removesuffix(".weight_global_scale")
+    own = dequantise(sort_parts(stored).layers[layer], torch.float32)
+    found_again = next(
+        v for k, v in tensors(tmp_path / "back").items() if k.endswith("v_proj.weight")
+    )
+    assert torch.equal(found_again, own)
+
+
 def test_an_import_makes_weights_plain(target: TargetModel, tmp_path: Path) -> None:
     mine = save(target, "eagle3", tmp_path / "mine")
     write(target, mine, tmp_path / "out", "vllm", quantise="int8")
@@ -122,6 +185,10 @@ def test_another_librarys_layout_is_refused(target: TargetModel, tmp_path: Path)
     config["quantization_config"]["quant_method"] = "awq"
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match="is quantised with awq"):
+        verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
+    config["quantization_config"] |= {"quant_method": "compressed-tensors", "format": "marlin-24"}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match="is quantised as marlin-24"):
         verify(VerifyConfig(str(tmp_path / "out")), target_config(target), target)
 
 

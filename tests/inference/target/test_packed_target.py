@@ -26,14 +26,27 @@ from train.features.base import OnlineFeatures
 WEIGHTS = "model.safetensors"
 
 
+def mxfp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a weight [O, I] in MXFP8, and its plain numbers."""
+    groups = weight.view(len(weight), -1, 32)
+    power = torch.ceil(torch.log2(groups.abs().amax(2, keepdim=True) / 448))
+    codes = (groups / torch.exp2(power)).to(torch.float8_e4m3fn)
+    scale = (power + 127).squeeze(2).to(torch.uint8)
+    parts = {"weight": codes.view(weight.shape), "weight_scale": scale}
+    return parts, (codes.float() * torch.exp2(power)).view(weight.shape)
+
+
 def quantised_target(folder: Path, form: str) -> dict[str, Tensor]:
     """Replace a target's linear layers by quantised ones; returns their plain numbers."""
     tensors, plain = load_file(folder / WEIGHTS), {}
     config = json.loads((folder / "config.json").read_text())
     name = {"modelopt_fp4": "nvfp4", "modelopt_fp8": "fp8"}.get(form, form)
     for full in [each for each in tensors if each.endswith("_proj.weight")]:
-        parts = quantise(tensors.pop(full), name)
-        plain[full] = dequantise(parts, torch.float32)
+        if "mxfp8" in form:
+            parts, plain[full] = mxfp8(tensors.pop(full))
+        else:
+            parts = quantise(tensors.pop(full), name)
+            plain[full] = dequantise(parts, torch.float32)
         layer = full.removesuffix("weight")
         if form == "modelopt_fp4":
             parts = {
@@ -50,8 +63,12 @@ def quantised_target(folder: Path, form: str) -> dict[str, Tensor]:
     if form == "modelopt_fp4":  # older versions say it in a file of its own
         content = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
         (folder / "hf_quant_config.json").write_text(json.dumps(content))
-    elif form == "modelopt_fp8":
-        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    elif form.startswith("modelopt"):
+        named = {"quant_method": "modelopt", "quant_algo": form.removeprefix("modelopt_").upper()}
+        config["quantization_config"] = named
+    elif form == "mxfp8":
+        named = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
+        config["quantization_config"] = named
     else:
         layout, weights, inputs = SCHEMES[form]
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -69,9 +86,11 @@ def loaded(folder: Path, **options: Any) -> TargetModel:
     return TargetModel.load(TargetConfig(str(folder), device="cpu", **options))
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8", "nvfp4", "modelopt_fp4", "modelopt_fp8"])
+@pytest.mark.parametrize(
+    "form", ["int8", "fp8", "nvfp4", "mxfp8", "modelopt_fp4", "modelopt_fp8", "modelopt_mxfp8"]
+)
 def test_the_model_has_the_dequantised_numbers(tmp_path: Path, form: str) -> None:
-    folder = save_target(tmp_path / "target")
+    folder = save_target(tmp_path / "target", intermediate_size=64)
     before = load_file(folder / WEIGHTS)
     plain = quantised_target(folder, form)
     target = loaded(folder, dtype="float32")
@@ -114,6 +133,7 @@ def test_features_and_training_run(tmp_path: Path) -> None:
     [
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "rotated activations"),
+        ({"format": "mxfp6-pack-quantized"}, "quantised as mxfp6-pack-quantized"),
     ],
 )
 def test_more_than_weights_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
 from inference.target.packed_weights import (
+    ALGORITHMS,
+    FORMATS,
     FP4,
     FP8,
     dequantise,
     error_bound,
     pack_fp4,
     quantise,
+    require_readable,
     sort_parts,
     unpack_fp4,
 )
@@ -125,6 +130,52 @@ def test_packed_integers_in_groups_with_zeros_and_an_order(bits: int) -> None:
     assert torch.allclose(dequantise(parts, torch.float32), expected)
 
 
+@pytest.mark.parametrize("codes", ["mxfp4", "mxfp8"])
+def test_scales_stored_as_exponents_are_powers_of_two(codes: str) -> None:
+    numbers = torch.cat((FP4, -FP4)).repeat(3, 4)
+    stored = (
+        {"weight_packed": pack_fp4(numbers)} if codes == "mxfp4" else {"weight": numbers.to(FP8)}
+    )
+    exponents = torch.tensor([[127, 130], [120, 127], [127, 100]], dtype=torch.uint8)
+    found = dequantise({**stored, "weight_scale": exponents}, torch.float32)
+    for row, pair in enumerate(((0, 3), (-7, 0), (0, -27))):
+        for group, power in enumerate(pair):
+            part = slice(32 * group, 32 * group + 32)
+            assert torch.equal(found[row, part], numbers[row, part] * 2.0**power)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"format": "mxfp6-pack-quantized"}, "mxfp6-pack-quantized"),
+        ({"format": "marlin-24"}, "marlin-24"),
+        (
+            {
+                "format": "mixed-precision",
+                "config_groups": {"a": {"format": "mxfp6-pack-quantized"}},
+            },
+            "mxfp6-pack-quantized",
+        ),
+        ({"quant_algo": "w4a16_awq"}, "w4a16_awq"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "MXFP6"}}},
+            "MXFP6",
+        ),
+    ],
+)
+def test_a_format_that_is_not_read_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=f"a file is quantised as {named}, .*(mxfp8|MXFP8).* Go."):
+        require_readable(settings, "a file", "Go.")
+
+
+def test_formats_that_are_read_pass() -> None:
+    for name in FORMATS:
+        require_readable({"format": name, "config_groups": {"a": {}}}, "a file", "Go.")
+    for name in (*ALGORITHMS, "fp8_pb_wo"):
+        require_readable({"quant_algo": name}, "a file", "Go.")
+    require_readable({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "a file", "Go.")
+
+
 def test_blocks_may_be_cut_at_the_end() -> None:
     codes = torch.ones(6, 10).to(FP8)
     scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -169,3 +220,43 @@ def test_compressed_tensors_reads_the_same_numbers(name: str) -> None:
     theirs = reader.decompress(dict(parts), scheme)["weight"].float()
     rounding = 2.0**-7 if name == "nvfp4" else 1e-5  # the library computes nvfp4 in bfloat16
     assert torch.allclose(theirs, dequantise(parts, torch.float32), rtol=rounding, atol=1e-12)
+
+
+FLOAT, INT = {"type": "float", "symmetric": True}, {"type": "int", "symmetric": True}
+EXPONENTS = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+WRITTEN: dict[str, tuple[dict[str, Any], int, float]] = {
+    "int-quantized": ({**INT, "num_bits": 8, "strategy": "channel"}, 64, 127.0),
+    "float-quantized": ({**FLOAT, "num_bits": 8, "strategy": "channel"}, 64, 448.0),
+    "pack-quantized": ({**INT, "num_bits": 4, "strategy": "group", "group_size": 32}, 32, 7.0),
+    "mxfp8-quantized": (
+        {**FLOAT, **EXPONENTS, "num_bits": 8, "strategy": "group", "group_size": 32},
+        32,
+        448.0,
+    ),
+    "mxfp4-pack-quantized": (
+        {**FLOAT, **EXPONENTS, "num_bits": 4, "strategy": "group", "group_size": 32},
+        32,
+        6.0,
+    ),
+}
+"""Format -> the library's settings of weights, inputs that share a scale, largest code."""
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_what_compressed_tensors_writes_is_read(form: str) -> None:
+    """The library's own compression, where it is installed."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    library = pytest.importorskip("compressed_tensors.quantization")
+    settings, width, most = WRITTEN[form]
+    args = library.QuantizationArgs.model_validate(settings)
+    scheme = library.QuantizationScheme(targets=["Linear"], weights=args, format=form)
+    own = weight()
+    scale = own.view(12, -1, width).abs().amax(2).clamp(min=1e-20) / most
+    if "scale_dtype" in settings:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    writer = compressors.BaseCompressor.get_value_from_registry(form)
+    parts = writer.compress({"weight": own, "weight_scale": scale}, scheme)
+    theirs = writer.decompress(dict(parts), scheme)["weight"].float()
+    found = dequantise(parts, torch.float32)
+    assert torch.allclose(found, theirs, rtol=1e-5, atol=1e-30)
+    assert bool(((found - own).abs() <= scale.repeat_interleave(width, 1) * most / 4).all())
