@@ -99,6 +99,8 @@ WRITTEN = {
         "transcripts.json",
         "records.jsonl",
         "records.partial.jsonl",
+        "windows.jsonl",
+        "windows.partial.jsonl",
         *(f"records/{name}" for name in PARTS["records"]),
     ),
     "audit": ("audit.json", "audit.md"),

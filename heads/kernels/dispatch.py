@@ -1,4 +1,5 @@
-"""The choice of a kernel's implementation: Triton on a GPU, the plain-torch reference elsewhere.
+"""The choice of a kernel's implementation: Triton on an NVIDIA GPU, the plain-torch reference
+elsewhere.
 
 An operation is declared once, with its reference, in `heads.kernels.reference` if training computes
 it and in `inference.kernels.reference` if only decoding does:
@@ -172,11 +173,12 @@ def _obstacle(kind: str, index: int | None, interpret: bool) -> str | None:
     if triton_version() is None:
         return "no triton installed"
     if kind == "cuda":
-        if torch.version.hip is None:
-            capability = torch.cuda.get_device_capability(index)
-            if capability < OLDEST_GPU:
-                found, needed = (".".join(map(str, pair)) for pair in (capability, OLDEST_GPU))
-                return f"compute capability {found}; Triton needs {needed}"
+        if torch.version.hip is not None:
+            return "ROCm: the kernels are written for NVIDIA GPUs"
+        capability = torch.cuda.get_device_capability(index)
+        if capability < OLDEST_GPU:
+            found, needed = (".".join(map(str, pair)) for pair in (capability, OLDEST_GPU))
+            return f"compute capability {found}; Triton needs {needed}"
         return None
     if kind == "cpu":
         why = f"CPU: the reference runs ({INTERPRET}=1 runs kernels here for tests)"

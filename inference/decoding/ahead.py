@@ -7,9 +7,9 @@ next draft is ready; otherwise the drafter's state is restored and it drafts as 
 that of PEARL (2408.11850), AMUSD (2410.17375) and speculative speculative decoding (2603.03251);
 the last assumes many outcomes, this module assumes one.
 
-The assumed outcome is committed to the drafter with the operations, shapes and noise of a real
-commit. A kept draft is therefore bit for bit the one that would have been made afterwards, and the
-verified draft does not depend on whether it was made ahead. So every acceptance rule keeps its
+The assumed outcome is committed to the drafter with the operations, kernels, shapes and noise of a
+real commit. A kept draft is therefore bit for bit the one that would have been made afterwards, and
+the verified draft does not depend on whether it was made ahead. So every acceptance rule keeps its
 guarantee: `decode.ahead` changes only when drafts are made.
 
 The guess of the bonus is the last token of a chain that is one longer than the verified one, so a
@@ -40,6 +40,7 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.clock import StepClock
 from inference.decoding.placement import PlacedDrafter
 from inference.decoding.sampling.noise import SharedNoise, Stream
+from inference.kernels.drafter_attention import drafter_kernel
 
 
 def require_ahead(drafter: Drafter) -> None:
@@ -209,9 +210,10 @@ class AheadDrafter:
         """Commit the assumed run and draft from it. Runs in the worker."""
         began = time.perf_counter()
         before = Snapshot(state, shared=True)
-        after = self.drafter.commit(state, foreseen.run)
-        assert after is state, "a drafter must update its state in place to draft ahead"
-        proposal = self._propose(state, foreseen.noise)
+        with drafter_kernel():  # a block of the thread that verifies does not hold here
+            after = self.drafter.commit(state, foreseen.run)
+            assert after is state, "a drafter must update its state in place to draft ahead"
+            proposal = self._propose(state, foreseen.noise)
         return before, proposal, time.perf_counter() - began
 
     def _propose(self, state: Any, noise: SharedNoise) -> Proposal:

@@ -350,6 +350,15 @@ class Engine:
         elif isinstance(self.drafter, TrainableDrafter):
             self.drafter.follow(self.target.weights)
 
+    def _refer_to_merged_weights(self) -> None:
+        """If compiling has moved weights of the target, let the drafter refer to them where they
+        are now: what it was bound to before keeps the old ones in memory. Only once per drafter,
+        since steps that are captured later read what it holds."""
+        drafter, done = self.drafter, self.target.drafters_after_merge
+        if done is not None and isinstance(drafter, TrainableDrafter) and drafter not in done:
+            drafter.bind(self.target.weights)
+            done.add(drafter)
+
     @property
     def _versions(self) -> tuple[int, int, int]:
         """Versions of the target's and the drafter's weights, and whether another engine's
@@ -379,7 +388,9 @@ class Engine:
     def new_lanes(self, rows: int, capacity: int, **more: Any) -> Lanes:
         """Buffers of `rows` x `capacity`; more: further arguments of `Lanes`."""
         parts = self.target, self.drafter, self.decode, self.tree
-        return Lanes(*parts, rows, capacity, self.clock, **more)
+        lanes = Lanes(*parts, rows, capacity, self.clock, **more)
+        self._refer_to_merged_weights()
+        return lanes
 
     def require_memory(self, rows: int, capacity: int, widest: int, own: bool = False) -> None:
         """Raise `UserError` for a batch that will not fit, before anything is allocated. own: rows

@@ -45,7 +45,8 @@ from inference.target.model import TargetModel
 
 @dataclass
 class Transfer:
-    """What crossed between target and drafter: tensors, bytes, and seconds of copying."""
+    """What crossed between target and drafter: tensors, bytes, and, if measured, seconds of
+    copying."""
 
     moves_in: int = 0
     bytes_in: int = 0
@@ -57,7 +58,7 @@ class Transfer:
 class PlacedDrafter:
     """`drafter` on `device`, used from `target_device`.
 
-    measure: time the copies, which synchronises CUDA devices around each; if off,
+    measure: time the copies, which makes the host wait for both devices around each; otherwise
     `transfer.seconds` stays 0. `transfer` counts all data that crosses the boundary, even if both
     sides are the same device and nothing is copied.
     """
@@ -70,7 +71,7 @@ class PlacedDrafter:
         device: torch.device | str,
         target_device: torch.device | str,
         *,
-        measure: bool = True,
+        measure: bool = False,
     ) -> None:
         self.drafter, self.measure = drafter, measure
         self.device, self.target_device = torch.device(device), torch.device(target_device)

@@ -10,12 +10,14 @@ fit.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -26,9 +28,12 @@ from heads.api.errors import UserError, suggest
 from inference.engines.counters import METRICS_PATHS
 from inference.engines.scrape import read_samples
 
+logger = logging.getLogger(__name__)
+
 CHAT, TEXT = "chat", "completions"
 PATHS = {CHAT: "/v1/chat/completions", TEXT: "/v1/completions"}
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+BROKEN = 500
 REFUSING = frozenset({400, 413, 422})
 LONGEST_WAIT = 60.0
 """Most seconds between two attempts, also if a server asks for more."""
@@ -44,6 +49,10 @@ vLLM (maximum context length, maximum model length), SGLang (longer than the mod
 maximum allowed length), llama.cpp (exceed_context_size_error), TensorRT-LLM (max_seq_len)."""
 PROBE = "Headstart probe: naïve 数学 — def f(x):\n    return x**2  # 12345 <b>&amp;</b>"
 """A text that tokenizers disagree on."""
+TOGETHER = 0.002
+"""Most seconds between two pieces of one verification: servers send them together."""
+UNCLEAR = 0.15
+"""Most gaps, as a share of the steps, that may lie between those within a step and the steps."""
 Json = dict[str, Any]
 
 
@@ -203,8 +212,8 @@ class Endpoint:
 
     async def count_tokens(self, body: Json) -> int | None:
         """Tokens of a prompt by the server's /tokenize; None if it has no such route. Raises
-        `OverlongError` if it says that there are too many."""
-        answer = await self._request("POST", "/tokenize", {"model": self.model, **body})
+        `OverlongError` if it says that there are too many, `PassingError`."""
+        answer = await self._tokenize({"model": self.model, **body})
         if not answer.is_success:
             if answer.status_code in REFUSING and OVERLONG.search(answer.text):
                 self._check(answer)
@@ -217,8 +226,9 @@ class Endpoint:
             return None
 
     async def require_tokenizer(self, tokenizer: Any, advice: str) -> None:
-        """Raise `UserError` if the server's /tokenize reads `PROBE` differently than `tokenizer`;
-        servers without such a route pass. advice: what to do."""
+        """Raise `UserError` if the server's /tokenize reads `PROBE` differently than `tokenizer`,
+        `PassingError` if it cannot be asked now; servers without such a route pass. advice: what to
+        do."""
         mine = list(tokenizer.encode(PROBE, add_special_tokens=False))
         theirs = await self._probed()
         if theirs is not None and theirs != mine:
@@ -234,7 +244,7 @@ class Endpoint:
             {**named, "prompt": PROBE, "add_special_tokens": False},
             {"content": PROBE, "add_special": False},  # llama.cpp
         ):
-            answer = await self._request("POST", "/tokenize", body)
+            answer = await self._tokenize(body)
             try:
                 found = answer.json()["tokens"] if answer.is_success else None
             except (ValueError, KeyError, TypeError):
@@ -242,6 +252,16 @@ class Endpoint:
             if isinstance(found, list) and found and all(type(one) is int for one in found):
                 return found
         return None
+
+    async def _tokenize(self, body: Json) -> httpx.Response:
+        """What the server's /tokenize answers. Raises `PassingError` for a server that is busy or
+        starts; a route that is broken is as good as none."""
+        answer = await self._request("POST", "/tokenize", body)
+        if answer.status_code == BROKEN:
+            logger.warning("%s: %s answers with status 500: not used", self.setting, answer.url)
+        elif answer.status_code in PASSING:
+            self._check(answer)
+        return answer
 
     async def ask(self, api: str, body: Mapping[str, object]) -> Answer:
         """Stream one answer; raises `PassingError`, `UserError`."""
@@ -293,13 +313,24 @@ class Endpoint:
             if not pieces and OVERLONG.search(json.dumps(event["error"])):
                 raise OverlongError(f"{self.setting}: {self.base} refuses a prompt ({said}).")
             raise PassingError(f"{self.base} failed in the middle of an answer: {said}")
+        try:
+            self._add(answer, pieces, event)
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise UserError(
+                f"{self.setting}: {self.base} streams an event that is not as in OpenAI's API "
+                f"({error}): {self._quote(data)}. Give a server with that API."
+            ) from error
+
+    def _add(self, answer: Answer, pieces: list[str], event: Json) -> None:
+        """Add an event's text and usage to an answer. Raises the error of whatever has another
+        type than in OpenAI's API."""
         answer.last |= {name: value for name, value in event.items() if value is not None}
         for choice in event.get("choices") or []:
             if choice.get("finish_reason") == "abort":  # paused, put to sleep or shut down
                 raise PassingError(f"{self.base} aborted an answer")
             delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or ""
-            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            text = _text_of(choice.get("text") or delta.get("content"))
+            thought = _text_of(delta.get("reasoning_content") or delta.get("reasoning"))
             answer.reasoned |= bool(thought)
             text += thought
             if text:
@@ -382,16 +413,33 @@ async def lines_of(response: httpx.Response) -> AsyncIterator[str]:
         yield rest
 
 
-def steps_of(arrivals: Sequence[float], share: float = 0.25) -> int:
-    """The number of verifications behind the events of a stream: events that arrived together count
-    as one.
+def _text_of(content: Any) -> str:
+    """The text of a piece: a text, or a list of parts, some of which have one. Raises `TypeError`
+    for anything else."""
+    if isinstance(content, list):
+        return "".join(_text_of(part.get("text")) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise TypeError(f"a text is a {type(content).__name__}")
+    return content or ""
 
-    Two events belong together if the time between them is less than `share` of the usual time of a
-    step. The usual time is the 95th percentile of all gaps, which is a step's time even if most
-    events are sent in bursts.
+
+def steps_of(arrivals: Sequence[float]) -> int:
+    """The number of verifications behind the events of a stream: events that arrived together count
+    as one. 0 if it cannot be told.
+
+    The usual time of a step is the median of the gaps above `TOGETHER`, which few delays do not
+    change. Events belong together if the time between them is less than `TOGETHER`, and less than a
+    quarter of the usual time. It cannot be told if all events arrived together, or if many gaps lie
+    between those and half of the usual time, so that any limit among them would be arbitrary.
     """
     gaps = [after - before for before, after in pairwise(arrivals)]
     if not gaps:
         return len(arrivals)
-    usual = sorted(gaps)[min(len(gaps) - 1, int(0.95 * len(gaps)))]
-    return 1 + sum(gap >= share * usual for gap in gaps)
+    apart = [gap for gap in gaps if gap >= TOGETHER]
+    if not apart:
+        return 0
+    usual = median(apart)
+    limit = min(TOGETHER, usual / 4)
+    steps = 1 + sum(gap >= limit for gap in gaps)
+    unclear = sum(limit <= gap < usual / 2 for gap in gaps)
+    return steps if unclear <= UNCLEAR * steps else 0

@@ -19,6 +19,8 @@ from math import isfinite
 
 from prometheus_client.samples import Sample
 
+from heads.api.errors import UserError
+
 ANSWERED = ("stop", "length")
 """Outcomes of answered requests, for engines that distinguish outcomes."""
 
@@ -282,8 +284,28 @@ def of_response(content: Mapping[str, object]) -> tuple[str, str, Acceptance] | 
     one; None if it has no figures of speculation.
 
     vLLM: `metrics.speculative_decoding` (--per-request-spec-decode-metrics); llama.cpp: `timings`;
-    `headstart serve`: `headstart`.
+    `headstart serve`: `headstart`. Raises `UserError` for figures that are not as these engines
+    write them.
     """
+    try:
+        return _figures(content)
+    except (KeyError, TypeError, ValueError) as error:
+        found = {name: content[name] for name in FIGURES if name in content}
+        raise UserError(
+            f"a response has figures of speculation that cannot be read ({error!r}): "
+            f"{str(found)[:QUOTED]}. Serve with an engine that writes them as docs/serving.md says "
+            "(vLLM: --per-request-spec-decode-metrics=detailed), or without them."
+        ) from error
+
+
+FIGURES = ("metrics", "headstart", "timings")
+"""Fields of a response that may hold figures of speculation."""
+QUOTED = 300
+"""Most characters of them that an error quotes."""
+
+
+def _figures(content: Mapping[str, object]) -> tuple[str, str, Acceptance] | None:
+    """See `of_response`; raises the error of whatever is missing or has another type."""
     metrics = content.get("metrics")
     if isinstance(metrics, Mapping) and isinstance(metrics.get("speculative_decoding"), Mapping):
         return "vLLM", VLLM.definition, _of_vllm(metrics["speculative_decoding"])
@@ -309,7 +331,8 @@ LLAMA_DEFINITION = (
 
 def _of_vllm(found: Mapping[str, object]) -> Acceptance:
     histogram = found["acceptance_histogram"]
-    assert isinstance(histogram, list)
+    if not isinstance(histogram, list):
+        raise TypeError("acceptance_histogram is no list")
     numbers = [float(count) for count in histogram]
     reached = tuple(sum(numbers[depth:]) for depth in range(1, len(numbers)))
     passes, accepted = sum(numbers), sum(reached)

@@ -5,7 +5,8 @@ Reference: `reference/row_linear.py`. Rows are padded to tiles of 16, the minimu
 cores. A program multiplies one tile of rows with one tile of outputs over one part of the inputs,
 from its beginning to its end. The number of parts depends only on the weight's shape, and gives
 every SM work. A second kernel adds the parts in order. So a row goes through the same instructions
-for any number of rows.
+for any number of rows. Programs that differ only in their tile of rows follow one another, so that
+they find the tile of the weight in the cache.
 
 Legend: M rows, K inputs, O outputs, P parts of the inputs.
 """
@@ -35,7 +36,7 @@ def row_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     rows, weight = rows.contiguous(), weight.contiguous()
     parts, steps = divide_inputs(outputs, inputs)
     sums = torch.empty(parts, count, outputs, dtype=torch.float32, device=rows.device)
-    grid = triton.cdiv(outputs, OUTPUTS), triton.cdiv(count, ROWS), parts
+    grid = triton.cdiv(count, ROWS), triton.cdiv(outputs, OUTPUTS), parts
     _product_kernel[grid](
         *(rows, weight, sums, count, outputs, inputs, steps),
         ROWS=ROWS,
@@ -72,9 +73,9 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     UPCAST: tl.constexpr,  # noqa: N803
 ):
     # fmt: on
-    """One program per tile of outputs, tile of rows, and part of the inputs."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """One program per tile of rows, tile of outputs, and part of the inputs."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.program_id(2)
     real, wanted = row < count, output < outputs
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)

@@ -1,5 +1,5 @@
-"""Measured answers on disk, one JSON line each. report.json is computed from them, and an
-interrupted measurement resumes from them."""
+"""Measured answers on disk, one JSON line each (`LineFile`). report.json is computed from them, and
+an interrupted measurement resumes from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,6 +20,35 @@ from inference.measure.metrics import Outcome
 
 PARTIAL_FILE = "records.partial.jsonl"
 FINAL_FILE = "records.jsonl"
+Line = TypeVar("Line")
+
+
+@dataclass(frozen=True)
+class LineFile:
+    """A file that grows by a JSON line at a time. The first line is a fingerprint of everything
+    that the others depend on. While something is measured, it has the name `partial`."""
+
+    partial: Path
+    final: Path
+
+    def read(self, fingerprint: str) -> list[dict[str, Any]]:
+        """The lines of an unfinished measurement with this fingerprint."""
+        header, *lines = _read(self.partial) or [{}]
+        return lines if header.get("fingerprint") == fingerprint else []
+
+    def begin(self, fingerprint: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Write the file anew, with the lines that are kept."""
+        every = [{"fingerprint": fingerprint}, *lines]
+        write_bytes(self.partial, "".join(json.dumps(one) + "\n" for one in every).encode())
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Append a line."""
+        with self.partial.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def finish(self) -> None:
+        """Give the file its final name, so that the next measurement begins a new one."""
+        os.replace(self.partial, self.final)
 
 
 @dataclass(frozen=True)
@@ -46,24 +75,23 @@ class AnswerLog:
     """The records of a running measurement. A prompt is done when every arm has answered it."""
 
     directory: Path
+    file: LineFile
     arms: list[str]
     done: dict[tuple[str, int], dict[str, Record]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path, fingerprint: str, arms: list[str]) -> AnswerLog:
         """Continue an unfinished measurement with the same fingerprint, or begin a new one."""
-        records = cls(directory, arms)
+        file = LineFile(directory / PARTIAL_FILE, directory / FINAL_FILE)
+        records = cls(directory, file, arms)
         done: dict[tuple[str, int], dict[str, Record]] = {}
-        header, *lines = _read(directory / PARTIAL_FILE) or [{}]
-        if header.get("fingerprint") == fingerprint:
-            for record in as_records(lines, directory / PARTIAL_FILE):
-                done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
+        for record in parse_lines(Record, file.read(fingerprint), file.partial):
+            done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
         # The arms of one prompt are compared with one another. If a prompt was interrupted, all its
         # arms are measured again.
         records.done = {key: found for key, found in done.items() if set(found) == set(arms)}
         kept = [asdict(record) for found in records.done.values() for record in found.values()]
-        text = "".join(json.dumps(line) + "\n" for line in [{"fingerprint": fingerprint}, *kept])
-        write_bytes(directory / PARTIAL_FILE, text.encode())
+        file.begin(fingerprint, kept)
         return records
 
     def __len__(self) -> int:
@@ -76,8 +104,7 @@ class AnswerLog:
     def add(self, record: Record) -> None:
         """Keep a record and append it to the file."""
         self.done.setdefault((record.prompt, record.repeat), {})[record.arm] = record
-        with (self.directory / PARTIAL_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+        self.file.add(asdict(record))
 
     def of(self, arm: str, repeats: Collection[int] | None = None) -> list[Record]:
         """An arm's records by repeat, then in the order in which prompts were first answered.
@@ -96,18 +123,18 @@ class AnswerLog:
 
     def finish(self) -> None:
         """Give the records their final name, so that the next measurement begins a new file."""
-        os.replace(self.directory / PARTIAL_FILE, self.directory / FINAL_FILE)
+        self.file.finish()
 
 
 def read_records(path: Path) -> list[Record]:
     """The records of a finished measurement."""
-    return as_records(_read(path)[1:], path)
+    return parse_lines(Record, _read(path)[1:], path)
 
 
-def as_records(lines: Sequence[dict[str, Any]], path: Path) -> list[Record]:
-    """The records in a file's lines; raises `UserError` for other lines."""
+def parse_lines(kind: type[Line], lines: Sequence[dict[str, Any]], path: Path) -> list[Line]:
+    """A file's lines as objects of a dataclass; raises `UserError` for other lines."""
     try:
-        return TypeAdapter(list[Record]).validate_python(lines)
+        return TypeAdapter(list[kind]).validate_python(lines)  # type: ignore[valid-type]
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -33,26 +33,28 @@ class Sentence:
         return self.subject + self.text
 
 
-def with_interval(value: float, interval: Interval) -> str:
-    """ "2.31 [2.20, 2.43]"."""
+def with_interval(value: float, interval: Interval | None) -> str:
+    """ "2.31 [2.20, 2.43]", or "2.31" without an interval."""
+    if interval is None:
+        return f"{value:.2f}"
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def shows_difference(interval: Interval) -> bool:
-    """Whether a ratio with this interval differs from 1. An interval of zero width is that of a
-    single prompt, which shows nothing about other prompts."""
-    low, high = interval
+def shows_difference(interval: Interval | None) -> bool:
+    """Whether a ratio with this interval differs from 1. Without an interval, or with one of zero
+    width, it is that of a single prompt, which shows nothing about other prompts."""
+    low, high = interval or (1.0, 1.0)
     return low < high and (low > 1.0 or high < 1.0)
 
 
-def verdict(interval: Interval, *, impossible: bool = False) -> str:
+def verdict(interval: Interval | None, *, impossible: bool = False) -> str:
     """The remark beside a ratio that must not be claimed; empty for one that may be claimed."""
     if impossible:
         return IMPOSSIBLE
     return "" if shows_difference(interval) else NO_DIFFERENCE
 
 
-def ratio_text(value: float, interval: Interval) -> str:
+def ratio_text(value: float, interval: Interval | None) -> str:
     """ "1.80 [1.70, 1.90]", or "1.40 [0.82, 2.31], no difference shown"."""
     return ", ".join(filter(None, (with_interval(value, interval), verdict(interval))))
 
@@ -144,10 +146,11 @@ def _of_server(server: ServerMeasurement) -> list[Sentence]:
     found, side = [], server.speculative
     for cell in side.overall():
         clients = f"{cell.concurrency} client{'' if cell.concurrency == 1 else 's'}"
-        words = f" with {clients}: {cell.tokens_per_second:.1f} tokens/s"
-        if cell.tau is not None and cell.tau_ci95 is not None:
+        words = f" with {clients} ({cell.running:.1f} requests in progress on average): "
+        words += f"{cell.tokens_per_second:.1f} tokens/s"
+        if cell.tau is not None:
             words += f", tau {with_interval(cell.tau, cell.tau_ci95)}"
-        if cell.speedup is not None and cell.speedup_ci95 is not None:
+        if cell.speedup is not None:
             words += f", speedup {ratio_text(cell.speedup, cell.speedup_ci95)}"
         found.append(Sentence(f"{words}.", side.engine or side.url))
     return [*found, *([Sentence(side.caveat)] if side.caveat else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -270,7 +271,7 @@ def _step_table(report: Report) -> list[str]:
 
 
 SERVER_HEADER = [
-    *("server", "clients", "prompts", "tau", "accepted / drafted", "tokens/s"),
+    *("server", "clients", "running", "prompts", "tau", "accepted / drafted", "tokens/s"),
     *("first token ms", "ms per token", "speedup", "same text"),
 ]
 
@@ -321,15 +322,16 @@ def server_sheets(report: Report) -> list[Sheet]:
         for cell in side.cells
     ]
     caption = (
-        "By concurrent clients and prompts: tau, accepted share of the drafted tokens, tokens/s of "
-        "all clients, median time to the first token, inter-token latency"
+        "By concurrent clients and prompts: mean number of requests in progress (running), tau, "
+        "accepted share of the drafted tokens, tokens/s of all clients, median time to the first "
+        "token, inter-token latency. A number of a single unit (prompt or window) has no interval"
     )
-    sheets = [Sheet(caption, SERVER_HEADER, 3, rows)]
+    sheets = [Sheet(caption, SERVER_HEADER, 4, rows)]
     known = [cell for cell in report.server.speculative.cells if cell.acceptance]
     width = max((len(cell.acceptance or []) for cell in known), default=0)
     places = []
     for cell in known:
-        pairs = zip(cell.acceptance or [], cell.acceptance_ci95 or [], strict=True)
+        pairs = zip_longest(cell.acceptance or [], cell.acceptance_ci95 or [])
         shares = [with_interval(share, interval) for share, interval in pairs]
         places.append([str(cell.concurrency), cell.label, *shares, *["-"] * width][: width + 2])
     if places:
@@ -341,14 +343,15 @@ def server_sheets(report: Report) -> list[Sheet]:
 
 def _server_row(name: str, cell: schema.ServerCell) -> list[str]:
     def spread(value: float | None, interval: schema.Interval | None) -> str:
-        return "-" if value is None or interval is None else with_interval(value, interval)
+        return "-" if value is None else with_interval(value, interval)
 
     gain = "-"
-    if cell.speedup is not None and cell.speedup_ci95 is not None:
+    if cell.speedup is not None:
         gain = ratio_text(cell.speedup, cell.speedup_ci95)
     return [
         name,
         str(cell.concurrency),
+        f"{cell.running:.1f}",
         cell.label,
         spread(cell.tau, cell.tau_ci95),
         "-" if cell.accepted_share is None else f"{cell.accepted_share:.2f}",
@@ -491,7 +494,7 @@ def _server_table(title: str, server: schema.ServerMeasurement) -> Table:
     """The cells of all prompts and of the domains, for both servers."""
     table = make_table(title)
     for column, name in enumerate(SERVER_HEADER):
-        table.add_column(name, justify="left" if column in (0, 2) else "right", overflow="fold")
+        table.add_column(name, justify="left" if column in (0, 3) else "right", overflow="fold")
     for name, side in _sides(server).items():
         for cell in side.cells:
             if not cell.end:

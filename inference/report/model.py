@@ -661,10 +661,11 @@ class Losses(Block):
 
 
 class ServerCell(Block):
-    """A running server on some prompts at one concurrency; intervals are 95% bootstraps."""
+    """A running server on some prompts at one concurrency. Intervals are 95% bootstraps; they are
+    missing for fewer than two units."""
 
     concurrency: Count
-    """Most requests in progress at once."""
+    """Clients: most requests in progress at once."""
     domain: str
     """Empty for all."""
     first: Count
@@ -680,16 +681,17 @@ class ServerCell(Block):
     seconds: float
     """From the first request of a window to the end of its last answer, prompts included."""
     running: float
-    """Mean number of requests in progress."""
+    """Mean number of requests in progress; below the number of clients where a window has fewer
+    prompts, and towards its end."""
     tokens_per_second: float
-    tokens_per_second_ci95: Interval
+    tokens_per_second_ci95: Interval | None = None
     first_token_ms: float
     """Median time to the first token, in the first repeat."""
-    first_token_ms_ci95: Interval
+    first_token_ms_ci95: Interval | None = None
     first_token_ms_p99: float
     token_ms: float
     """Inter-token latency: time after the first token / tokens after it."""
-    token_ms_ci95: Interval
+    token_ms_ci95: Interval | None = None
     gap_ms_p99: float
     """99th percentile of the time between two pieces of a stream."""
     tau: float | None = None
@@ -735,7 +737,7 @@ class ServerSide(Block):
     repeated: Count
     """Windows that failed and were measured again."""
     restarts: Count
-    """How often the server restarted during the measurement."""
+    """How often the server restarted during the measurement, as far as its counters show."""
     cells: list[ServerCell]
 
     def overall(self) -> list[ServerCell]:

@@ -302,7 +302,7 @@ def server(reports: Mapping[str, Report]) -> Figure:
             if cells:
                 right.plot(rows, speeds, color=COLOURS[place], marker=MARKERS[place], label=name)
             for cell in cells:
-                ends = cell.tokens_per_second_ci95
+                ends = cell.tokens_per_second_ci95 or [cell.tokens_per_second] * 2
                 right.plot([cell.concurrency] * 2, ends, color=COLOURS[place], linewidth=1.2)
         right.set_xlabel("concurrent clients")
         right.set_ylabel("tokens/s")

@@ -65,6 +65,12 @@ class Comparison:
     reached: dict[str, list[float]] = field(default_factory=dict)
     """Of counters: domain -> share of the passes that accepted each depth."""
     unit: str = ANSWERS
+    remarks: list[str] = field(default_factory=list)
+    """What limits the result."""
+    guaranteed: bool = True
+    """Off: the counters are not of the windows, so the test's rates do not hold."""
+    ended: UserError | None = None
+    """Why a running server could not be watched to the end."""
 
     def __post_init__(self) -> None:
         self.begin()
@@ -102,6 +108,7 @@ class Comparison:
             windows.take(samples, where)
         totals = windows.totals()
         self.choose_domains(totals)
+        self.heed(windows)
         for domain, total in totals.items():
             whole, name = windows.whole.get(domain, []), self.domain_of(domain)
             self.note(name, total)
@@ -113,19 +120,32 @@ class Comparison:
 
     def add_running(self, address: str) -> None:
         """Feed the test a running server's windows as they end. Stops under the same conditions as
-        decoding."""
+        decoding. If the server cannot be watched any more, keeps the error beside the result so
+        far; raises it if there is none."""
         windows = Windows(self.config.window, self.reference.depth)
         begun = False
-        for finished in follow(self.config, address, windows):
-            if finished and not begun:
-                self.choose_domains(finished)
-                begun = True
-            for domain in finished:
-                name = self.domain_of(domain)
-                self.add_window(name, windows.whole[domain][-1])
-                self.note(name, windows.totals()[domain])
-            if self.config.stop and self.test.alarms:
-                break
+        try:
+            for finished in follow(self.config, address, windows):
+                if finished and not begun:
+                    self.choose_domains(finished)
+                    begun = True
+                for domain in finished:
+                    name = self.domain_of(domain)
+                    self.add_window(name, windows.whole[domain][-1])
+                    self.note(name, windows.totals()[domain])
+                if self.config.stop and self.test.alarms:
+                    break
+        except UserError as error:
+            if not self.test.fresh:
+                raise
+            self.ended = error
+            self.remarks.append(f"The watch ended early. {error}")
+        self.heed(windows)
+
+    def heed(self, windows: Windows) -> None:
+        """Take over what the counters do not tell."""
+        self.remarks += windows.remarks
+        self.guaranteed = not windows.gauged
 
     def choose_domains(self, counted: Iterable[str]) -> None:
         """Map counters without domains to one domain of the reference, or to all domains together.

@@ -40,6 +40,9 @@ class WatchConfig:
     """Maximum number of seconds that a running server is watched."""
     timeout: Timeout = 30.0
     """Seconds after which a read of a running server's metrics counts as failed."""
+    patience: Timeout = 600.0
+    """Seconds that a running server may show no counters, as while it restarts, before the watch
+    ends."""
     key_variable: str = "HEADSTART_SERVER_KEY"
     """Environment variable with the running server's key, if it needs one."""
     system: str = ""

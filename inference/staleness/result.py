@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
@@ -48,7 +48,8 @@ class TestSettings(TypedDict):
     tolerance: float
     alarm_rate: float
     guarantee: str
-    """ "exact" for every distribution of answers, or "normal" where only totals are known."""
+    """ "exact" for every distribution of answers, "normal" where only totals are known, or "none"
+    where counters are not of what was observed."""
     unit: str
     """What was observed one by one: "answers", "windows" of a server's counters, or "totals"."""
     tokens: int
@@ -71,6 +72,7 @@ class Staleness:
     test: TestSettings
     domains: dict[str, Change]
     unknown_domains: dict[str, UnknownDomain]
+    remarks: list[str]
 
     def write(self, out: Path) -> Path:
         """Write staleness.json into `out`; returns its path. An unknown end of an interval is None.
@@ -94,9 +96,12 @@ def summarise(
     source: str,
     reached: Mapping[str, list[float]],
     unit: str,
+    remarks: Sequence[str],
+    guaranteed: bool,
 ) -> Staleness:
     """The findings of a watch. tallies: the fresh answers by domain; empty for counters, whose
-    acceptance by depth is `reached`. target: the fresh target's facts; unit: see `TestSettings`."""
+    acceptance by depth is `reached`. target: the fresh target's facts; unit: see `TestSettings`;
+    remarks: what limits the result; guaranteed: the counters are of what was observed."""
     changes, depth, known = test.changes(), reference.depth, reference.tallies
     for name in set(reached) & set(changes):
         changes[name].by_depth = reached[name]
@@ -130,7 +135,7 @@ def summarise(
         test={
             "tolerance": test.tolerance,
             "alarm_rate": test.alarm_rate,
-            "guarantee": "exact" if exact else "normal",
+            "guarantee": ("exact" if exact else "normal") if guaranteed else "none",
             "unit": unit,
             "tokens": reference.tokens,
             "passes": test.most,
@@ -139,6 +144,7 @@ def summarise(
         },
         domains=changes,
         unknown_domains=unknown,
+        remarks=list(remarks),
     )
 
 
@@ -167,13 +173,18 @@ def show(found: Staleness, console: Console) -> None:
         table.add_row(name, counted, "-", now, "not in the reference", "-")
     console.print(table)
     test = found.test
-    how = "taking sums as normal (only totals are known)"
-    if test["guarantee"] == "exact":
-        how = f"whatever the {test['unit']}' spread"
+    how = {
+        "exact": f"whatever the {test['unit']}' spread",
+        "normal": "taking sums as normal (only totals are known)",
+        "none": "if the counters were those of each window, which they are not",
+    }
     console.print(
         f"{found.verdict}: {VERDICTS[found.verdict]}. False alarms: under "
-        f"{test['alarm_rate']:.1%} over any number of looks, {how}; a loss of "
+        f"{test['alarm_rate']:.1%} over any number of looks, {how[test['guarantee']]}; a loss of "
         f"{test['tolerance']:.0%} is tolerated. Intervals: 95%, for any number of looks.",
+        *found.remarks,
+        sep="\n",
+        markup=False,
         soft_wrap=True,
     )
 

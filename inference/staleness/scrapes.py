@@ -10,14 +10,14 @@ reference's on average. Fewer windows than `LEAST_WINDOWS` are treated as one su
 the larger of the reference's and the windows' own (`evidence.Sums`).
 
 If counters fall, the server was restarted. Its counts since the restart are kept; its work between
-the last scrape and the restart is lost.
+the last scrape and the restart is lost. A server that goes on to answer without counters of
+speculation was restarted without it, and cannot be watched any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,9 @@ from prometheus_client.samples import Sample
 
 from heads.api.errors import UserError
 from heads.api.reading import read_text
-from inference.engines.client import Endpoint, PassingError, Served
+from inference.engines.client import Endpoint, PassingError
 from inference.engines.counters import (
+    TENSORRT,
     VLLM,
     EngineCounters,
     Look,
@@ -40,6 +41,7 @@ from inference.engines.counters import (
     known_engines,
     read_domains,
 )
+from inference.engines.models import same_model
 from inference.engines.scrape import read_samples
 from inference.staleness.config import WatchConfig
 
@@ -52,7 +54,21 @@ LEAST_SPREAD = 5
 NORMAL_MEDIAN = 0.6745
 """Median of a standard normal's absolute value."""
 FAILURES = 5
-"""Failed scrapes in a row after which a server counts as gone."""
+"""Failed scrapes after which a server that has not shown its counters yet counts as gone."""
+SILENT = 5
+"""Scrapes with more answers but no counters of speculation after which a server counts as one
+without."""
+COUNTING_DEPTH = (VLLM, TENSORRT)
+"""Engines that have a counter for every position that they draft."""
+GAUGE_REMARK = (
+    "This version of SGLang shows only the mean acceptance of its last log interval "
+    "(sglang:spec_accept_length) and not that of each window. Therefore neither the alarm rate nor "
+    "the intervals are guaranteed. Versions with sglang:spec_verify_calls have what is needed."
+)
+DEPTH_REMARK = (
+    "Depth unknown: the counters of {engine} do not show how many tokens the server drafts. "
+    "Another draft than the reference's, {depth} deep, looks like drift or hides it."
+)
 ADVICE = "Give what a server shows at /metrics, as text (format 0.0.4)."
 RUNNING_ADVICE = (
     "Give the address of its metrics as watch.metrics (http://127.0.0.1:8000/metrics), or files "
@@ -95,28 +111,24 @@ class Windows:
     before: Looks = field(default_factory=dict)
     engine: EngineCounters | None = None
     restarts: int = 0
+    silent: int = 0
+    """Scrapes with more answers since the last one with counters of speculation."""
+    gauged: bool = False
+    """Counts come from the gauge of an engine that does not count its passes."""
+    deep: bool = False
+    """The server drafts as deep as the reference, as its counters show."""
 
     def take(self, samples: Sequence[Sample], where: str, *, first: bool = False) -> list[str]:
         """Count one scrape; returns the domains of which a window was finished. where: for
         messages. first: the first scrape of a server that was already running, which only starts
         the count.
 
-        Raises `UserError` for metrics of an unknown engine, or of one that does not speculate.
+        Raises `UserError` for metrics of an unknown engine, or of one that does not speculate (any
+        more).
         """
-        engine = identify(samples)
-        if engine is None:
-            raise UserError(
-                f"watch.metrics: {where} has no counters of a known engine ({known_engines()}). "
-                f"{ADVICE}"
-            )
+        engine = require_engine(samples, where)
         now = read_domains(samples, engine)
-        # a server that was restarted may have counted nothing yet
-        if not self.before and not any(acceptance(look, 0, 0) for look in now.values()):
-            counters = ", ".join(sorted(engine.speculation))
-            raise UserError(
-                f"watch.metrics: {where} has no {counters}, so this server ({engine.name}) serves "
-                f"without speculation or has not answered yet. {ADVICE}"
-            )
+        self._require_speculation(engine, now, where)
         self.engine = engine
         changes = now if not first else {}
         if self.before:
@@ -132,12 +144,35 @@ class Windows:
         self.before = now
         return [name for name, change in changes.items() if self._count(name, change, where)]
 
+    def _require_speculation(self, engine: EngineCounters, now: Looks, where: str) -> None:
+        """Raise `UserError` for a server without speculation. One that was restarted may have
+        counted nothing yet."""
+        if any(acceptance(look, 0, 0) for look in now.values()):
+            self.silent = 0
+            return
+        counters = ", ".join(sorted(engine.speculation))
+        if not self.before:
+            raise UserError(
+                f"watch.metrics: {where} has no {counters}, so this server ({engine.name}) serves "
+                f"without speculation or has not answered yet. {ADVICE}"
+            )
+        self.silent += answered(now) > answered(self.before)
+        if self.silent == SILENT:
+            raise UserError(
+                f"watch.metrics: {where} counts new answers but has no {counters} any more, so "
+                f"this server ({engine.name}) was started again without speculation. Start it with "
+                "its drafter and watch it again."
+            )
+
     def _count(self, domain: str, change: Look, where: str) -> bool:
         found = acceptance(change, 0, 0)
         if found is None or found.passes <= 0:
             return False
-        positions = len(found.by_position)
-        if positions > self.depth or (self.engine is VLLM and positions != self.depth):
+        assert self.engine is not None, "set by `take`"
+        positions = max(len(found.by_position), len(change.drafted_by_position))
+        self.gauged |= bool(self.engine.length)
+        self.deep |= positions == self.depth
+        if positions > self.depth or (self.engine in COUNTING_DEPTH and positions != self.depth):
             raise UserError(
                 f"watch.metrics: {where} counts drafts of {positions} tokens, but the reference "
                 f"was measured with drafts {self.depth} deep. Make a reference of that draft with "
@@ -152,6 +187,14 @@ class Windows:
         self.whole.setdefault(domain, []).append(self.rest.pop(domain))
         return True
 
+    @property
+    def remarks(self) -> list[str]:
+        """What the counters do not tell."""
+        found = [GAUGE_REMARK] if self.gauged else []
+        if self.engine is not None and not self.deep:
+            found.append(DEPTH_REMARK.format(engine=self.engine.name, depth=self.depth))
+        return found
+
     def totals(self) -> dict[str, Observation]:
         """All counts, by domain."""
         found: dict[str, Observation] = {}
@@ -159,6 +202,22 @@ class Windows:
         for name, one in [*parts, *self.rest.items()]:
             found.setdefault(name, Observation()).add(one.accepted, one.passes, one.reached)
         return found
+
+
+def require_engine(samples: Sequence[Sample], where: str) -> EngineCounters:
+    """The engine that shows these metrics; raises `UserError` for none that is known."""
+    engine = identify(samples)
+    if engine is None:
+        raise UserError(
+            f"watch.metrics: {where} has no counters of a known engine ({known_engines()}). "
+            f"{ADVICE}"
+        )
+    return engine
+
+
+def answered(looks: Looks) -> float:
+    """A number that rises with every answer."""
+    return sum((look.requests or 0.0) + (look.tokens or 0.0) for look in looks.values())
 
 
 def spread_of(windows: Sequence[Observation]) -> float:
@@ -273,46 +332,52 @@ async def _served_model(config: WatchConfig, address: str, known: str, tokenizer
         await endpoint.close()
 
 
-def same_model(served: Served, known: str) -> bool:
-    """Whether a served model may be `known`, by its last name: Hub id, path, place in the Hub's
-    cache or the name that it is served by."""
-    return last_name(known) in {last_name(served.name), last_name(served.root)}
-
-
-def last_name(model: str) -> str:
-    """The last part of a Hub id or a path, in lower case."""
-    cached = re.search(r"models--(?:.+?--)?([^/]+)/snapshots/", model)
-    return (cached[1] if cached else model.rstrip("/").rpartition("/")[2]).lower()
-
-
 def follow(config: WatchConfig, address: str, windows: Windows) -> Iterator[list[str]]:
     """Scrape a server's metrics every `watch.every` seconds for `watch.seconds`; yields the domains
-    of which a window was finished. Raises `UserError` if the server does not answer several times
-    in a row."""
+    of which a window was finished. Raises `UserError` for a server whose metrics cannot be read at
+    first, or not for `watch.patience` later: a server that restarts, and the proxy before it, may
+    show anything meanwhile."""
     with asyncio.Runner() as runner:
         endpoint = _endpoint(config, address)
         clock = runner.get_loop().time
-        end, failures, first = clock() + config.seconds, 0, True
+        end, failures = clock() + config.seconds, 0
+        seen: float | None = None
         try:
             while True:
                 begun = clock()
                 try:
-                    samples = runner.run(endpoint.look())
-                    failures = 0
-                except PassingError as error:
-                    samples, failures = None, failures + 1
-                    logger.warning("watch.metrics: %s", error)
-                    if failures == FAILURES:
+                    samples = runner.run(_metrics(endpoint, address))
+                except (PassingError, UserError) as error:
+                    failures += 1
+                    why = str(error).removeprefix("watch.metrics: ").rstrip(".")
+                    if seen is None and isinstance(error, UserError):
+                        raise
+                    if seen is None and failures == FAILURES:
                         raise UserError(
-                            f"watch.metrics: {FAILURES} looks in a row failed: {error}."
+                            f"watch.metrics: {FAILURES} looks in a row failed: {why}."
                         ) from error
-                if samples is not None:
-                    yield windows.take(samples, address, first=first)
-                    first = False
-                elif not failures:
-                    raise UserError(f"watch.metrics: {address} shows no metrics. {ADVICE}")
+                    if seen is not None and clock() - seen > config.patience:
+                        raise UserError(
+                            f"watch.metrics: {address} has shown no counters for "
+                            f"{clock() - seen:.0f} seconds (watch.patience={config.patience:g}): "
+                            f"{why}."
+                        ) from error
+                    logger.warning("watch.metrics: %s; again in %g s", why, config.every)
+                else:
+                    yield windows.take(samples, address, first=seen is None)
+                    seen, failures = clock(), 0
                 if clock() + config.every > end:
                     return
                 runner.run(asyncio.sleep(max(0.0, begun + config.every - clock())))
         finally:
             runner.run(endpoint.close())
+
+
+async def _metrics(endpoint: Endpoint, address: str) -> list[Sample]:
+    """A server's metrics. Raises `PassingError`, and `UserError` if they are not of a known
+    engine."""
+    samples = await endpoint.look()
+    if samples is None:
+        raise UserError(f"watch.metrics: {address} shows no metrics. {ADVICE}")
+    require_engine(samples, address)
+    return samples

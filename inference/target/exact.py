@@ -5,7 +5,8 @@ bfloat16 a pass over a chain of six tokens gives different logits from six passe
 and one greedy pick in some hundreds differs. Here everything that sums over features uses shapes
 that do not depend on the number of tokens:
 
-- products with weights: `ROW_LINEAR` on a GPU; elsewhere the library's product of `TILE` rows;
+- products with weights, the LM head's included: `ROW_LINEAR` on a GPU; elsewhere the library's
+  product of `TILE` rows;
 - norms, with or without weights: `TILE` tokens at a time, or `HEADS` heads of tokens;
 - activations on a CPU: `TILE` tokens at a time, because its loops compute the elements that do not
   fill a vector register by another function;
@@ -26,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ def install_exact(model: nn.Module) -> None:
         elif not own:
             if isinstance(module, ACTIVATIONS):
                 chosen.append((module, _tiled_on_cpu(module.forward)))
-        elif type(module) is nn.Linear and type(module.weight) is nn.Parameter:
+        elif _is_plain_linear(module):
             chosen.append((module, _linear(module)))
         elif isinstance(module, Conv1D):
             chosen.append((module, _tiled(module.forward)))
@@ -95,16 +96,27 @@ def install_exact(model: nn.Module) -> None:
 
 
 class ExactHead:
-    """A target's LM head [B, N, H] -> [B, N, V], in tiles if a pass is exact."""
+    """A target's LM head [B, N, H] -> [B, N, V], in tiles if a pass is exact. It needs none if the
+    product of `plain`, which is `module`, keeps rows apart by itself: the rest is elementwise."""
 
-    def __init__(self, plain: Callable[[Tensor], Tensor]) -> None:
-        self.plain, self.tiled = plain, InTiles(plain)
+    def __init__(self, plain: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+        self.plain, self.module, self.tiled = plain, module, InTiles(plain)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The logits of last states."""
-        if not is_exact():
+        if not is_exact() or (_is_plain_linear(self.module) and _by_rows(hidden)):
             return self.plain(hidden)
         return self.tiled(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
+
+
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether `install_exact` gives a module the path of `_linear`."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+
+
+def _by_rows(x: Tensor) -> bool:
+    """Whether products of `x` run in a kernel in which a row depends on nothing but itself."""
+    return choose(ROW_LINEAR, x.device, x.dtype).implementation == "triton"
 
 
 def _linear(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -113,7 +125,7 @@ def _linear(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if not is_exact():
             return plain(x)
-        if choose(ROW_LINEAR, x.device, x.dtype).implementation != "triton":
+        if not _by_rows(x):
             return tiled(x)
         found: Tensor = ROW_LINEAR(x.flatten(0, -2), linear.weight, linear.bias)
         return found.unflatten(0, x.shape[:-1])

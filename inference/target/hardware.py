@@ -1,8 +1,9 @@
 """The target's device: choosing it, waiting for it, and its name in reports.
 
-CUDA (ROCm included) uses Headstart's kernels and captured steps. Other accelerators that torch
-supports (`torch.accelerator`: Intel's XPU, Apple's MPS) run torch's operations one by one, as a CPU
-does. They are used only if named, and none of them has run this code yet.
+CUDA uses Headstart's kernels and captured steps. AMD's GPUs, which torch names cuda as well (ROCm),
+and the other accelerators that torch supports (`torch.accelerator`: Intel's XPU, Apple's MPS) run
+torch's operations one by one, as a CPU does. XPU and MPS are used only if named. None of these
+three has run this code yet.
 """
 
 from __future__ import annotations

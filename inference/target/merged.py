@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections of the same states."""
+_MERGED = "headstart_merged"
+"""Attribute of the forward functions that `merge` has given."""
 
 
 class Shared:
@@ -40,6 +42,14 @@ def merge(layer: nn.Module) -> int:
                 _merge(linears)
                 spared += len(linears) - 1
     return spared
+
+
+def separate(layer: nn.Module) -> None:
+    """Let merged projections within `layer` compute their own products again. Their weights stay
+    where they are."""
+    for module in layer.modules():
+        if hasattr(vars(module).get("forward"), _MERGED):
+            del module.forward
 
 
 def _fits(linear: Any) -> bool:
@@ -70,7 +80,8 @@ def _merge(linears: list[nn.Linear]) -> None:
             if bias is not None:
                 one.bias.data = bias[span]
             last = place + 1 == len(linears)
-            vars(one)["forward"] = _part(one, shared, span, place == 0, last)
+            vars(one)["forward"] = part = _part(one, shared, span, place == 0, last)
+            setattr(part, _MERGED, True)
             first = span.stop
 
 

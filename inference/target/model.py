@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -77,7 +78,7 @@ class TargetModel:
         self._masked = mark_layers(model, config) or self.indexed
         self._cache_name = loading.cache_argument(self.decoder)
         self._uses_cache = config.model_type not in loading.WITHOUT_USE_CACHE
-        self._head = ExactHead(self.weights.logits)
+        self._head = ExactHead(self.weights.logits, model.get_output_embeddings())
         self.exact = self._prepared = False
         """Whether verifications compute token by token, see `computing`."""
         self._last_position = _last_learned_position(model, info)
@@ -88,6 +89,9 @@ class TargetModel:
         self.compiled_attention: dict[int, nn.Module] | None = None
         """Attention modules of compiled layers, by their number in the cache; empty if layers
         cannot be compiled, None before compilation was tried."""
+        self.drafters_after_merge: WeakSet[Any] | None = None
+        """Drafters that refer to weights where merging has moved them (inference/target/merged.py);
+        None before it has."""
         pack_linears(model)
 
     @classmethod
@@ -376,9 +380,8 @@ class TargetModel:
                 f"{str(self.dtype).removeprefix('torch.')}: its weights are damaged, or its states "
                 "leave the range of the dtype. Use target.dtype=bfloat16 or float32."
             )
-        gap, largest = (float(part.abs().max()) for part in (found - wanted, wanted))
-        share = 0.05 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
-        if not gap <= share * max(largest, 1.0):
+        gap = float((found - wanted).abs().max())
+        if not gap <= rounding(wanted, self.dtype):
             raise UserError(
                 f"'{self.info.id}' ({self.info.model_type}) cannot be a target: verified logits "
                 f"differ from its own by {gap:.3g} behind {prompt} tokens (ALiBi or other "
@@ -406,6 +409,13 @@ class TargetModel:
         rest = tokens[:, prompt + 3 :]
         last = verify(rest, TokenTree.chain(rest.shape[1] - 1, device), prompt + 3)
         return torch.cat([first[:, None], branches[:, right], last], 1).float()
+
+
+def rounding(logits: Tensor, dtype: torch.dtype) -> float:
+    """The largest difference from `logits` that a target computing in `dtype` may have if it
+    computes the same in another way."""
+    share = 0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return share * max(float(logits.abs().max()), 1.0)
 
 
 def _single_row_plan(tree: TokenTree, positions: Tensor, length: int) -> AttentionPlan:

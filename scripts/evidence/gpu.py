@@ -1,10 +1,11 @@
 """Acceptance of a device: `python -m scripts.evidence.gpu correctness|speed|contexts|training --out
 FOLDER`.
 
-Each of the four runs takes at most ten minutes on a GPU of the H100 class, needs no network and no
-package beside torch, transformers, triton and pytest, and writes a file per part as soon as the
-part ends. The status is 0 if every part ran and passed its limits, else 1. `--size tiny` runs the
-same parts on toy shapes, for a CPU. docs/gpu.md describes the parts.
+Each of the four runs is planned to take at most ten minutes on a GPU of the H100 class; none has
+run there as a whole. It needs no network and no package beside torch, transformers, triton and
+pytest, and writes a file per part as soon as the part ends. The status is 0 if every part ran and
+passed its limits, else 1. `--size tiny` runs the same parts on toy shapes, for a CPU. docs/gpu.md
+describes the parts.
 """
 
 from __future__ import annotations

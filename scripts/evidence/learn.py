@@ -56,7 +56,7 @@ from scripts.evidence.learn_phase import (
     train,
     words,
 )
-from scripts.run.process import git_state
+from scripts.run.revision import git_state
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, named
 from train.learning.config import LearnConfig
 from train.learning.cycle import SWAPPED

@@ -31,7 +31,7 @@ from inference.staleness.result import STALENESS_FILE
 from inference.staleness.sequential_test import DriftTest
 from scripts.assets import changed_targets, cpp_headers
 from scripts.evidence.common import Facts, decode_totals, read_json, run_on_target, tau_facts
-from scripts.run.process import git_state
+from scripts.run.revision import git_state
 from scripts.tools.common import PROMPTS, REPORTS, ROOT, TARGET, command, cpu_target
 
 TOKENS, WATCHED, DEPTH = 96, 200, 3

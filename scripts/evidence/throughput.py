@@ -26,7 +26,8 @@ from heads.api.errors import UserError
 from inference.manifest import write_json
 from inference.measure.metrics import divide
 from scripts.evidence.common import Facts, family_recipes, read_json, settings_of
-from scripts.run.process import git_state, versions
+from scripts.run.process import versions
+from scripts.run.revision import git_state
 from scripts.tools.common import REPORTS, ROOT, command
 from train.tracking.clock import PARTS
 from train.tracking.tracker import LOG_FILE, read_log

@@ -35,6 +35,7 @@ from inference.writers import Hold, clear, hold, is_writer_file
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, complete
 from scripts.run.process import Session, is_main_process, now, say, shown, this_session
+from scripts.run.revision import without_diff
 
 FORMAT = 1
 CONFIG_FILE = "config.yaml"
@@ -106,9 +107,7 @@ class StageFolder:
     def session(self) -> dict[str, Any]:
         """This process, for manifests. Only run.json has the code's difference."""
         found = asdict(self.record.sessions[-1])
-        git = found["git"]
-        found["git"] = {"revision": git["revision"], "changed": bool(git["diff"])} if git else {}
-        return found
+        return {**found, "git": without_diff(found["git"])}
 
     def skip(self) -> bool:
         """Whether nothing is left to do in the stage; if so, prints that."""

@@ -8,7 +8,6 @@ import os
 import platform
 import random
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,9 @@ from rich.console import Console
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.terminal import make_console
-from scripts.config.fields import REPOSITORY
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
+from scripts.run.revision import git_state
 from train.memory import keep_freed_memory
 
 PACKAGES = (
@@ -36,7 +35,6 @@ PACKAGES = (
 ).split()
 PROGRAMS = ("headstart", "cli.py", "__main__.py")
 """Names of the files that start the command line."""
-LONGEST_DIFF = 200_000
 PROGRESS_SECONDS = 30.0
 
 
@@ -84,25 +82,6 @@ def versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def git_state() -> dict[str, Any]:
-    """Revision and uncommitted difference of this repository; empty outside a repository. A
-    difference of more than `LONGEST_DIFF` characters is cut; `diff_cut` records that."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
-        ).stdout
-
-    if not (REPOSITORY / ".git").exists():
-        return {}  # installed: a repository further up belongs to another project
-    try:
-        revision, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"revision": revision, "diff": diff[:LONGEST_DIFF], "diff_cut": len(diff) > LONGEST_DIFF}
 
 
 def device(settings: Settings) -> dict[str, Any]:

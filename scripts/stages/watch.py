@@ -55,7 +55,9 @@ def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
 
 
 def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
-    """Compare fresh traffic with the reference; returns the exit status, 1 for an alarm."""
+    """Compare fresh traffic with the reference; returns the exit status, 1 for an alarm. Raises
+    `UserError` for a server that could not be watched to the end, unless its result so far, which
+    is written, is an alarm."""
     config, weights = settings.watch, weights_file(found.folder)
     reference = find_reference(config.reference, found.folder, file_sha256(weights))
     comparison = Comparison(config, reference)
@@ -87,14 +89,18 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     reference = comparison.reference
     out = settings.run.directory / config.name
     folder = open_folder(settings, out, [weights], stage_decides=True)
-    how = (comparison.reached, comparison.unit)
+    how = (comparison.reached, comparison.unit, comparison.remarks, comparison.guaranteed)
     result = summarise(comparison.test, reference, comparison.answers, facts, source, *how)
     path = result.write(out)
     if comparison.answers:
         comparison.as_reference(facts, source).write(out / WATCH_FILE)
-    folder.finish()
+    failed = comparison.ended if not result.alarms else None
+    if failed is None:
+        folder.finish()
     show(result, console())
     say(shown(path))
+    if failed is not None:
+        raise UserError(f"{failed} The result so far is in '{shown(path)}'.")
     return 1 if result.alarms else 0
 
 

@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_a_running_server_is_measured_and_reported(
     assert main(["report", "run.name=out"]) == 0
     assert Path("outputs/out/server.png").is_file()
     assert "nobody else may use it" in Path("outputs/out/report.html").read_text()
+
+
+def test_a_measurement_whose_server_stays_away_is_continued(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(in_folder / "prompts.jsonl")
+    with serving(faults=deque([None, None, None, 503, 503])) as stub:
+        given = ["measure", "run.name=out", "bench=jsonl", f"bench.prompts={prompts}"]
+        given += [f"bench.server={stub.base}", "decode.max_new_tokens=16", "bench.repeats=1"]
+        assert main([*given, "bench.serving.retries=1", "bench.serving.backoff=0.01"]) == 2
+        assert "What was measured is kept: repeat the command" in " ".join(
+            capsys.readouterr().err.split()
+        )
+        asked = len(stub.bodies)
+        assert main(given) == 0  # with other patience
+        assert len(stub.bodies) - asked == 1 + 3  # the last prompt warms up, two are measured
+    report = read_report(Path("outputs/out/measure"))
+    assert report.server is not None
+    assert [cell.requests for cell in report.server.speculative.overall()] == [5]
 
 
 def test_schemas_are_sent_and_contexts_refused(

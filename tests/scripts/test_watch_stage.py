@@ -323,6 +323,47 @@ def test_a_running_server_is_named_and_compared_with_the_target(
             assert "has another tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("end", ["away", "plain"])
+def test_what_was_seen_of_a_server_that_goes_is_written(
+    end: str, place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """away: it shows an error page; plain: it was started again without its drafter."""
+    rate = Reference.read(reference).tallies["code"].acceptance
+    given = ["watch", f"watch.drafter={place / 'drafter'}", f"watch.reference={reference}"]
+    given += ["watch.every=0.01", "watch.seconds=60", "watch.window=100", "watch.patience=0.05"]
+    given += ["watch.alarm_rate=0.2", "watch.stop=false"]
+
+    def watch(name: str, share: float, windows: int) -> int:
+        looks = count(1)
+
+        def show() -> str:
+            look = next(looks)
+            if look <= windows + 1:
+                return SCRAPE.format(passes=200 * look, accepted=int(share * rate * 200 * look))
+            if end == "away":
+                return "<html>[Back soon]</html>"
+            return f'headstart_requests_total{{outcome="stop"}} {look}\n'
+
+        with serving() as stub:
+            stub.show = show  # type: ignore[method-assign]
+            told = [f"watch.metrics=[{stub.base}/metrics]", f"watch.name={name}"]
+            return main([*given, *told])
+
+    words = {"away": "has shown no counters for", "plain": "was started again without speculation"}
+    assert watch("calm", 1.0, 6) == 2
+    content, said = drift("calm"), capsys.readouterr()
+    assert content["domains"]["code"]["answers"] == 6 and content["alarms"] == []  # type: ignore[index]
+    early = [one for one in content["remarks"] if one.startswith("The watch ended early.")]  # type: ignore[attr-defined]
+    assert len(early) == 1 and words[end] in early[0] and early[0] in said.out
+    assert words[end] in said.err
+    assert "The result so far is in 'outputs/default/calm/staleness.json'." in said.err
+    assert json.loads(Path("outputs/default/calm/run.json").read_text())["state"] == "running"
+    assert watch("fallen", 0.2, 25) == 1  # the alarm is what counts
+    assert drift("fallen")["alarms"] and len(drift("fallen")["remarks"]) == 2  # type: ignore[arg-type]
+    assert watch("nothing", 1.0, 0) == 2
+    assert not Path("outputs/default/nothing").exists()
+
+
 VLLM_SCRAPE = """vllm:spec_decode_num_drafts_total{{engine="0"}} {passes}
 vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}
 """
@@ -347,6 +388,7 @@ def test_counters_of_vllm_are_watched_window_by_window(place: Path, reference: P
     assert main([*given, write("same", 1.0)]) == 0
     test = drift()["test"]
     assert isinstance(test, dict) and (test["unit"], test["guarantee"]) == ("windows", "exact")
+    assert drift()["remarks"] == []
     assert main([*given, write("fallen", 0.4), "watch.name=fallen"]) == 1
     content = drift("fallen")
     assert content["alarms"] == ["mixed", "all"] and content["alarm_after"] < 60  # type: ignore[operator]
@@ -354,6 +396,26 @@ def test_counters_of_vllm_are_watched_window_by_window(place: Path, reference: P
     assert mixed["by_depth"] == pytest.approx([0.4 * rate / 4] * 4)
     assert main([*given, "watch.metrics=[fallen]", "watch.domain=code", "watch.name=code"]) == 1
     assert main([*given, "watch.metrics=[fallen]", "watch.domain=poems"]) == 2
+
+
+def test_the_gauge_of_sglang_has_no_guarantee(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = Reference.read(reference).for_counters("").tallies["mixed"].acceptance
+    Path("gauge").mkdir()
+    for number in range(1, 41):
+        tokens = 2000 * number
+        Path(f"gauge/{number:03}.prom").write_text(
+            f"sglang:spec_accept_length {1 + rate}\nsglang:generation_tokens_total {tokens}\n"
+        )
+    given = command(place, "target", "fresh.jsonl", f"watch.reference={reference}")
+    assert main([*given, "watch.metrics=[gauge]"]) == 0
+    content, said = drift(), capsys.readouterr().out
+    test, remarks = content["test"], content["remarks"]
+    assert isinstance(test, dict) and (test["unit"], test["guarantee"]) == ("windows", "none")
+    assert isinstance(remarks, list) and len(remarks) == 2
+    assert all(one in said for one in ("which they are not", *remarks))
+    assert "Depth unknown" in remarks[1]
 
 
 def test_a_card_alone_is_a_reference_too(place: Path, in_folder: Path, reference: Path) -> None:

@@ -21,6 +21,7 @@ from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.export.check.live import read_served
 from inference.measure.prompts import load_prompts, to_requests
+from inference.measure.serving.log import PARTIAL_FILE
 from inference.report.model import REPORT_FILE, ServerSide, read_report
 from inference.target.model import TargetModel
 from scripts.cli import main
@@ -218,7 +219,8 @@ def test_a_measurement_outlives_its_server_and_says_so_where_it_stays_away(
     assert measured(ground, "struck", 14) == 0
     thread.join()
     struck = side_of("struck")
-    assert struck.repeated > 0
+    assert struck.repeated > 0 and struck.restarts == 1
+    assert "was started again" in struck.caveat
     assert [each.tau for each in struck.cells] == [each.tau for each in calm.cells]
     thread = strike(back=False)
     capsys.readouterr()
@@ -226,10 +228,17 @@ def test_a_measurement_outlives_its_server_and_says_so_where_it_stays_away(
     thread.join()
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(r"failed 2 times: .*Is the server up, and used by nobody else\?", said)
+    assert "repeat the command to continue" in said
+    kept = (Path("outputs/default/gone") / PARTIAL_FILE).read_text().splitlines()
     assert not (Path("outputs/default/gone") / REPORT_FILE).exists()
     ground.serve("good")
+    before = ground.answered()
     assert measured(ground, "gone", 1) == 0
-    assert [each.tau for each in side_of("gone").cells] == [each.tau for each in calm.cells]
+    gone = side_of("gone")
+    # one client: every window is a prompt; the command's other answers are those of the warm-up
+    assert ground.answered() - before < cell.requests and len(kept) > 1
+    assert gone.restarts == 1
+    assert [each.tau for each in gone.cells] == [each.tau for each in calm.cells]
 
 
 def test_a_watched_server_with_a_worse_drafter_raises_an_alarm(ground: Ground) -> None:

@@ -67,7 +67,8 @@ class StepRunner:
         self.captures: _Captures = _captures(decoder, decode) if beside is None else beside.captures
         self.compiled = None
         if decode.compiles and self.accelerator is not None:
-            cache.writer.compiled = compile_layers(decoder.target)
+            widest = rows.lengths.shape[0], decoder.tree.num_nodes
+            cache.writer.compiled = compile_layers(decoder.target, *widest)
         elif decode.compiles:
             if device.type != "cpu":
                 raise UserError(

@@ -35,8 +35,10 @@ class ServingConfig:
     are answered before the next one begins; intervals resample windows. One client: 1."""
     timeout: Timeout = 120.0
     """Seconds without data from the server after which a request counts as failed."""
-    retries: Count = 3
-    """How often a failed window is measured again before the measurement ends."""
+    retries: Count = 15
+    """How often a failed window is measured again before the measurement ends: with the default
+    `backoff`, a server that restarts is waited for ten minutes. A server that has not answered yet
+    and counts that do not match the answers are given up after 3."""
     backoff: Seconds = 1.0
     """Seconds before the first retry; doubled before each further one, up to 60. A server may ask
     for more, also up to 60."""

@@ -7,11 +7,16 @@ alternating order, so that a shared machine slows both alike.
 
 Prompts that do not fit into a server's context with their answers are left out, as in a measurement
 in this process. If the server names its context and counts tokens, they are not even sent.
+
+Finished windows are appended to windows.partial.jsonl, and a measurement that ended early continues
+from there (`log`). When the report is written, the file becomes windows.jsonl.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,10 +31,12 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.structured.constraint import Constraint
 from inference.engines.client import TEXT, Answer, Endpoint, OverlongError
+from inference.engines.models import last_name
 from inference.measure.config import BenchConfig, Provenance, process_facts, split_prompts
 from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.metrics import context_bin, divide
 from inference.measure.prompts import Prompt, behind_others, prompt_seed
+from inference.measure.serving.log import WindowLog, place_in
 from inference.measure.serving.structure import ASKED, ASKED_TOKENS, opening, require_opening
 from inference.measure.serving.summary import cells
 from inference.measure.serving.windows import (
@@ -55,15 +62,23 @@ GUESS = 4.0
 """Characters per token, if no answer gives the number of its prompt's tokens."""
 CHUNK_DEFINITION = "(tokens - 1) / (steps - 1), estimated: pieces that arrive together are one step"
 CHUNK_CAVEAT = (
-    "An estimate from the times of streamed pieces: this server counts nothing that can be read. A "
-    "proxy that holds pieces back, a server that sends several steps as one piece, and text held "
-    "back for stop strings or half characters make tau look larger; a busy network makes it look "
-    "smaller."
+    "An estimate from the times of streamed pieces: this server counts nothing that can be read. "
+    "Pieces less than 2 ms apart count as one step, all others as a step each. What holds pieces "
+    "back and passes them on together (a proxy, a busy network), steps shorter than 2 ms, a server "
+    "that sends several steps as one piece, and text held back for stop strings or half characters "
+    "make tau look larger. Pieces of one step that arrive one by one make it look smaller, down to "
+    "1. Responses in which steps cannot be told apart are left out of tau."
 )
 METRICS_ADVICE = (
     "Give the address of its metrics as bench.serving.metrics, or set "
     "bench.serving.acceptance=chunks, which needs none."
 )
+RESTARTED = (
+    "The server was started again during the measurement. It named the same model afterwards; its "
+    "drafter is not named."
+)
+PATIENCE = ("timeout", "retries", "backoff")
+"""Settings of `bench.serving` that do not change what is measured."""
 COUNTER_CAVEAT = (
     "Counters are the server's, of all its clients: nobody else may use it meanwhile. Windows are "
     "the units of the intervals of tau."
@@ -88,10 +103,11 @@ def measure_server(
     the server's last text for every prompt. Raises `UserError` for a server that cannot be
     measured.
     """
-    session = _Session(config, decode, loaded, tokenizer)
+    session = _Session(config, decode, loaded, tokenizer, out)
     with only_writer(out):
         report = asyncio.run(_measured(session, provenance, console))
         schema.write_report(report, out / schema.REPORT_FILE)
+        session.log.file.finish()
     if texts is not None:
         texts |= session.texts
     return report
@@ -123,13 +139,17 @@ def _endpoint(config: BenchConfig, url: str, name: str) -> Endpoint:
 @dataclass
 class _Session:
     """The settings and clients of one measurement. sizes: tokens by prompt, as far as they are
-    counted; uncounted: the server does not count them; left_out: prompts that are too long."""
+    counted; uncounted: the server does not count them; left_out: prompts that are too long; groups:
+    what is measured together."""
 
     config: BenchConfig
     decode: DecodeConfig
     loaded: Loaded
     tokenizer: Any
+    out: Path
+    log: WindowLog = field(init=False)
     sides: Sequence[Side] = ()
+    groups: Sequence[Group] = ()
     lengths: str = ESTIMATE
     texts: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -172,6 +192,7 @@ class _Session:
                 advice = "set target.path to the model that is served, or bench.serving.api=chat"
                 check = side.endpoint.require_tokenizer
                 await side.patiently("the probe of its tokenizer", check, self.tokenizer, advice)
+        require_same_root(sides)
         measured, spare = (
             behind_others(some, self.loaded.prompts, self.tokenizer, config.contexts)
             for some in split_prompts(config, self.loaded.prompts)
@@ -179,13 +200,16 @@ class _Session:
         await self.require_structure([*spare, *measured])
         await self.count_tokens([*spare, *measured])
         warm, per_token = await self.warm_up(spare, measured)
+        self.log = WindowLog.open(self.out, self.fingerprint(measured), sides)
         measured = await self.every_turn(measured)
-        groups = await self.group(measured, per_token)
+        self.groups = await self.group(measured, per_token)
+        if fewer := self.fewer_sentence():
+            logger.warning("%s", fewer)
         jobs = [
             (repeat, rows, group, number, prompts)
             for repeat in range(config.repeats)
             for rows in config.serving.concurrency
-            for group in groups
+            for group in self.groups
             for number, prompts in enumerate(self.split(group.prompts, rows))
         ]
         columns = (bars.TextColumn("measuring"), bars.BarColumn(), bars.MofNCompleteColumn())
@@ -200,6 +224,17 @@ class _Session:
             logger.warning("%s", left_out)
         return self.report(sides, measured, warm, provenance)
 
+    def fingerprint(self, measured: Sequence[Prompt]) -> str:
+        """A hash of everything that the windows depend on. measured: the first turns."""
+        config = asdict(self.config)
+        for name in PATIENCE:
+            del config["serving"][name]
+        models = [(one.endpoint.served.name, one.endpoint.served.root) for one in self.sides]
+        sources = [(one.source, one.said) for one in self.sides]
+        asked = [(one.id, one.domain, one.turns, self.body(one)) for one in measured]
+        content = json.dumps([config, models, sources, asked], default=str)
+        return hashlib.sha256(content.encode()).hexdigest()
+
     async def window(
         self,
         sides: Sequence[Side],
@@ -210,7 +245,12 @@ class _Session:
         number: int,
     ) -> None:
         """Measure a window at the servers in this order, without prompts that are too long for one
-        of them."""
+        of them, unless an earlier command has."""
+        place = place_in(group, rows, repeat, number)
+        if (record := self.log.restore(place, group, prompts, self.sides)) is not None:
+            self.left_out |= {prompt.id for prompt in prompts} - set(record.prompts)
+            self.keep_texts(record.prompts)
+            return
         while kept := self.fitting(prompts):
             bodies = [self.body(prompt) for prompt in kept]
             measured, refused = list[Side](), set[str]()
@@ -221,12 +261,18 @@ class _Session:
                 except OverlongWindowError as error:
                     refused |= {kept[place].id for place in error.places}
             if not refused:
-                pairs = zip(kept, self.sides[0].windows[-1].answers, strict=True)
-                self.texts |= {prompt.id: answer.text for prompt, answer in pairs}
+                names = [prompt.id for prompt in kept]
+                self.keep_texts(names)
+                self.log.add_window(place, names, self.sides)
                 return
             self.left_out |= refused
             for side in measured:  # all servers answer the same windows
                 side.windows.pop()
+
+    def keep_texts(self, names: Sequence[str]) -> None:
+        """Keep the first server's texts of its last window. names: of the prompts."""
+        answers = self.sides[0].windows[-1].answers
+        self.texts |= {name: answer.text for name, answer in zip(names, answers, strict=True)}
 
     # Prompts that fit
 
@@ -346,8 +392,11 @@ class _Session:
             await self.count_tokens(asked)
             answers: dict[str, str] = {}
             for prompt in asked:
-                if said := await self.ask("a turn", prompt, self.sides[:1]):
+                if (known := self.log.turns.get(prompt.id)) is not None:
+                    answers[prompt.id] = known
+                elif said := await self.ask("a turn", prompt, self.sides[:1]):
                     answers[prompt.id] = said[0].text
+                    self.log.add_turn(prompt.id, said[0].text)
             turns = next_turns(asked, answers, number)
             found += turns
             asked = conversations(turns)
@@ -372,6 +421,22 @@ class _Session:
             groups.setdefault((prompt.domain, *context_bin(size)), []).append(prompt)
         return [Group(*key, tuple(found)) for key, found in sorted(groups.items())]
 
+    def fewer_sentence(self) -> str:
+        """That groups have fewer prompts than there are clients; empty if none has."""
+        sizes = [size for group in self.groups if (size := len(self.fitting(group.prompts)))]
+        found = [
+            f"{fewer} of {len(sizes)} groups (domain and range of lengths) with {rows} clients"
+            for rows in self.config.serving.concurrency
+            if (fewer := sum(size < rows for size in sizes))
+        ]
+        if not found:
+            return ""
+        return (
+            f"Fewer prompts than clients: {', '.join(found)}. The smallest group has {min(sizes)}, "
+            "and no more requests are in progress than a group has prompts ('running' is their "
+            "mean). Give more prompts (bench.prompts_per_domain) or fewer clients."
+        )
+
     # The report
 
     def report(
@@ -384,7 +449,8 @@ class _Session:
         """The content of report.json. sides: the measured server and the one that it is compared
         with; measured: all prompts, also those that were left out; warmup: prompts that do not
         count. Raises `UserError` if nothing was drafted."""
-        config, decode, left_out = self.config, self.decode, self.left_out_sentence(measured)
+        config, decode = self.config, self.decode
+        remarks = [self.fewer_sentence(), self.left_out_sentence(measured)]
         overlong = sorted(one.id for one in measured if one.id in self.left_out)
         measured = self.fitting(measured)
         side, plain = sides[0], sides[1] if len(sides) > 1 else None
@@ -392,16 +458,20 @@ class _Session:
         compared = plain is not None and decode.temperature == 0
         found = cells(side, plain, config.seed, compared)
         if not any(cell.tau for cell in found):
+            reason = (
+                "sends its answers in pieces whose times do not tell steps apart"
+                if side.source == CHUNKS
+                else "drafted nothing for any of the prompts"
+            )
             raise UserError(
-                f"bench.server: {side.endpoint.base} drafted nothing for any of the prompts, so "
-                "there is no acceptance to report. Give other prompts or longer answers "
-                "(decode.max_new_tokens)."
+                f"bench.server: {side.endpoint.base} {reason}, so there is no acceptance to "
+                "report. Give other prompts or longer answers (decode.max_new_tokens)."
             )
         theirs = [_side(one, cells(one, None, config.seed, False)) for one in sides[1:]]
         server = schema.ServerMeasurement(
             api=" and ".join(apis),
             lengths=self.lengths,
-            speculative=_side(side, found, left_out),
+            speculative=_side(side, found, remarks),
             baseline=theirs[0] if theirs else None,
         )
         served = server.baseline.overall()[0] if server.baseline else None
@@ -437,19 +507,32 @@ class _Session:
         return schema.parse_report(content, "the new report")
 
 
-def _side(side: Side, found: Sequence[schema.ServerCell], more: str = "") -> schema.ServerSide:
-    """The block of one server. more: a sentence to add to its caveat."""
+def require_same_root(sides: Sequence[Side]) -> None:
+    """Raise `UserError` if two servers name different models as what they loaded."""
+    first, *others = ((one.endpoint.served.root, one.endpoint) for one in sides)
+    for root, endpoint in others:
+        if root and first[0] and last_name(root) != last_name(first[0]):
+            raise UserError(
+                f"{endpoint.setting}: {endpoint.base} serves '{root}', but {first[1].base} "
+                f"({first[1].setting}) serves '{first[0]}'. Give two servers of the same model, "
+                "loaded from the same place or from folders of the same name."
+            )
+
+
+def _side(
+    side: Side, found: Sequence[schema.ServerCell], remarks: Sequence[str] = ()
+) -> schema.ServerSide:
+    """The block of one server. remarks: sentences to add to its caveat."""
     engine, definition = side.said
-    if side.engine is not None:
-        engine, definition = side.engine.name, side.engine.definition
     caveat = {COUNTERS: COUNTER_CAVEAT, CHUNKS: CHUNK_CAVEAT}.get(side.source, "")
+    restarted = RESTARTED if side.restarts else ""
     return schema.ServerSide(
         url=side.endpoint.base,
         model=side.endpoint.model,
         engine=engine,
         source=side.source,
         definition=CHUNK_DEFINITION if side.source == CHUNKS else definition,
-        caveat=" ".join(filter(None, (caveat, more))),
+        caveat=" ".join(filter(None, (caveat, restarted, *remarks))),
         repeated=side.repeated,
         restarts=side.restarts,
         cells=list(found),

@@ -11,7 +11,7 @@ Legend: U units, R resamples, K drafted positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 
 from inference.engines.client import Answer, steps_of
-from inference.engines.counters import Acceptance, of_response
+from inference.engines.counters import Acceptance
 from inference.measure.metrics import Floats, divide, interval95, middle95, ratios, resample_weights
-from inference.measure.serving.windows import CHUNKS, COUNTERS, RESPONSES, Side, Window
+from inference.measure.serving.windows import CHUNKS, COUNTERS, RESPONSES, Side, Window, told
 from inference.report.model import ServerCell
 
 MILLI = 1000.0
+LEAST_UNITS = 2
+"""Fewest units with an interval: one unit, drawn again and again, would have one of zero width."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ class Sums:
     def ratio(self) -> float:
         return divide(self.top.sum(), self.bottom.sum())
 
-    def interval(self, seed: int) -> tuple[float, float]:
-        """95% interval of the ratio over resampled units; (0, 0) if nothing was counted."""
-        if not self.bottom.any():
-            return 0.0, 0.0
+    def interval(self, seed: int) -> tuple[float, float] | None:
+        """95% interval of the ratio over resampled units; None for fewer than `LEAST_UNITS`, or if
+        nothing was counted."""
+        if len(self.top) < LEAST_UNITS or not self.bottom.any():
+            return None
         weights = resample_weights(len(self.top), seed)
         return interval95(weights @ self.top, weights @ self.bottom)
 
@@ -76,19 +79,6 @@ def accepted_by(side: Side, windows: Sequence[Window]) -> list[tuple[Hashable, A
             if counted is not None:
                 found.append(((place_of(window), number), counted))
     return found
-
-
-def told(answer: Answer) -> Acceptance | None:
-    """The acceptance that a response reports."""
-    found = of_response(answer.last)
-    if found is not None:
-        return found[2]
-    timings = answer.last.get("timings")
-    if isinstance(timings, Mapping) and "predicted_n" in timings:
-        # llama.cpp says nothing of drafts where an answer has none: every pass gave one token
-        passes = max(0.0, float(timings["predicted_n"]) - 1)
-        return Acceptance(passes, passes, 0.0, 0.0)
-    return None
 
 
 def estimate(answer: Answer) -> Acceptance | None:
@@ -201,8 +191,10 @@ def per_token(windows: Sequence[Window]) -> Sums:
     return collect(pairs)
 
 
-def median_interval(values: Floats, seed: int) -> tuple[float, float]:
-    """95% interval of the median over resampled values [U]."""
+def median_interval(values: Floats, seed: int) -> tuple[float, float] | None:
+    """95% interval of the median over resampled values [U]; None for fewer than `LEAST_UNITS`."""
+    if len(values) < LEAST_UNITS:
+        return None
     drawn = np.random.default_rng(seed).integers(0, len(values), (2000, len(values)))
     return middle95(np.median(values[drawn], axis=1))
 
@@ -244,7 +236,8 @@ def _accepted(side: Side, windows: Sequence[Window], seed: int) -> dict[str, Any
             for place in range(deepest)
         ]
         content["acceptance"] = [sums.ratio for sums in reached]
-        content["acceptance_ci95"] = [sums.interval(seed) for sums in reached]
+        if len(taus.top) >= LEAST_UNITS:
+            content["acceptance_ci95"] = [sums.interval(seed) for sums in reached]
     return content
 
 
@@ -261,8 +254,9 @@ def _against(
     content: dict[str, Any] = {
         "baseline_tokens_per_second": theirs.ratio,
         "speedup": divide(ours.ratio, theirs.ratio),
-        "speedup_ci95": middle95(ratios(fast, slow)),
     }
+    if len(ours.top) >= LEAST_UNITS:
+        content["speedup_ci95"] = middle95(ratios(fast, slow))
     if compared:
         texts = {(place_of(one), one.repeat): [a.text for a in one.answers] for one in plain}
         content["identical"] = sum(

@@ -5,6 +5,10 @@ A window is measured as a whole or not at all. Its counts are discarded if a req
 counter falls (the server was restarted), or if the server counts more answers than were requested
 (another client uses it). The window is then measured again, at most `bench.serving.retries` times.
 A window with prompts that the server refuses as too long is measured again without them.
+
+A server may be another one after a failure. A restart is counted if the counters are lower than at
+any look before, also between two windows; then, and after every failure, the server must still name
+the same model. A server that speculates must go on to do so, one that is its baseline must not.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from prometheus_client.samples import Sample
 
 from heads.api.errors import UserError
 from inference.decoding.structured.constraint import Constraint
@@ -46,10 +52,16 @@ from inference.measure.serving.structure import constraint_fields
 
 logger = logging.getLogger(__name__)
 
+FEW = 3
+"""Most retries of what waiting does not mend, such as an address at which no server is."""
 SETTLE_SECONDS, POLL_SECONDS = 5.0, 0.02
 """How long counters may lag behind the answers, and how often they are read until then."""
 RESPONSES, COUNTERS, CHUNKS, NOTHING = "responses", "counters", "chunks", "none"
 """Sources of acceptance."""
+
+
+class MiscountError(PassingError):
+    """What a server counts does not match its answers."""
 
 
 class OverlongWindowError(Exception):
@@ -92,11 +104,17 @@ class Side:
     config: ServingConfig
     speculates: bool
     engine: EngineCounters | None = None
+    """The names of its counters, from which restarts are seen, and acceptance if they are its
+    source."""
     source: str = NOTHING
     said: tuple[str, str] = ("", "")
-    """The engine and its definition of acceptance, as in the responses."""
+    """The engine and its definition of acceptance."""
     repeated: int = 0
     restarts: int = 0
+    last: Look | None = None
+    """The latest look at the counters."""
+    doubtful: bool = False
+    """Something failed, so the server may be another one by now."""
     windows: list[Window] = field(default_factory=list)
 
     async def connect(self) -> None:
@@ -105,24 +123,32 @@ class Side:
 
     async def choose_source(self, answers: Sequence[Answer]) -> None:
         """Choose the source of acceptance, if the server speculates. answers: those of the warm-up.
-        Raises `UserError` for a server without the source that `bench.serving.acceptance`
-        requests."""
-        if not self.speculates:
-            return
+        Raises `UserError` for a server without the source that `bench.serving.acceptance` requests,
+        and for a baseline that speculates."""
         wanted, endpoint = self.config.acceptance, self.endpoint
-        told = next(filter(None, (of_response(answer.last) for answer in answers)), None)
-        if told is not None and wanted in ("auto", RESPONSES):
-            self.source, self.said = RESPONSES, told[:2]
-            return
-        if wanted == RESPONSES:
+        found = next(filter(None, (of_response(answer.last) for answer in answers)), None)
+        if not self.speculates:
+            self._require_plain(answers)
+        elif found is not None and wanted in ("auto", RESPONSES):
+            self.source, self.said = RESPONSES, found[:2]
+        elif wanted == RESPONSES:
             raise UserError(
                 f"{endpoint.setting}: the responses of {endpoint.base} say nothing of speculation "
                 "(vLLM: --per-request-spec-decode-metrics=detailed). Set "
                 "bench.serving.acceptance=auto."
             )
+        elif wanted == CHUNKS:
+            self.source = CHUNKS
+        else:
+            await self._choose_counters(answers)
+        if self.engine is None and (samples := await self._samples()) is not None:
+            self.engine = identify(samples)
+        await self.patiently("the metrics", self._look)
+
+    async def _choose_counters(self, answers: Sequence[Answer]) -> None:
+        """Choose the server's counters as the source, or the times of pieces if it shows none."""
+        wanted, endpoint = self.config.acceptance, self.endpoint
         self.source = CHUNKS
-        if wanted == CHUNKS:
-            return
         try:
             samples = await self.patiently("the metrics", endpoint.look)
         except ForbiddenError as error:
@@ -153,25 +179,36 @@ class Side:
                 "serves without speculation. Start it with a drafter, or give it as "
                 "bench.baseline_server beside one that has."
             )
-        self.source, self.engine = COUNTERS, engine
+        self.source, self.engine, self.said = COUNTERS, engine, (engine.name, engine.definition)
+
+    def resume(self, repeated: int, restarts: int, look: Look | None) -> None:
+        """Go on after an interrupted measurement. repeated, restarts: its own; look: its last."""
+        self.repeated += repeated
+        self.restarts += restarts
+        if self.last is not None and look is not None and _fell(self.last, look):
+            self.restarts += 1
 
     async def patiently(self, what: str, act: Any, *arguments: Any) -> Any:
         """Repeat an action that may fail for a while; raises `UserError` after the last attempt."""
-        retries = self.config.retries
-        for attempt in range(retries + 1):
+        failures = hopeless = 0
+        while True:
             try:
                 return await act(*arguments)
             except PassingError as error:
-                if attempt == retries:
+                self.doubtful = True
+                failures += 1
+                hopeless += not self.endpoint.model or isinstance(error, MiscountError)
+                if failures > self.config.retries or hopeless > FEW:
+                    kept = " What was measured is kept: repeat the command to continue."
                     raise UserError(
-                        f"{self.endpoint.setting}: {what} failed {retries + 1} times: {error}. Is "
-                        "the server up, and used by nobody else?"
+                        f"{self.endpoint.setting}: {what} failed {failures} times: {error}. Is "
+                        f"the server up, and used by nobody else?{kept if self.windows else ''}"
                     ) from error
-                wait = min(LONGEST_WAIT, max(error.wait, self.config.backoff * 2**attempt))
+                doubled = self.config.backoff * 2 ** min(failures - 1, 20)
+                wait = min(LONGEST_WAIT, max(error.wait, doubled))
                 logger.warning("%s: %s; again in %g s", what, error, wait)
                 await asyncio.sleep(wait)
                 self.repeated += 1
-        raise AssertionError("unreachable")
 
     async def measure(
         self,
@@ -195,6 +232,9 @@ class Side:
         number: int,
     ) -> Window:
         before, limit = await self._look(), asyncio.Semaphore(concurrency)
+        if self.doubtful:
+            await self._require_same_model()
+            self.doubtful = False
 
         async def one(api: str, body: Mapping[str, Any]) -> Answer | None:
             async with limit:
@@ -216,31 +256,90 @@ class Side:
         counted = await self._counted(before, answers)
         if len(answers) < len(outcomes):
             raise OverlongWindowError([at for at, one in enumerate(outcomes) if one is None])
+        self._require_as_chosen(answers, counted)
         return Window(group, concurrency, repeat, number, answers, seconds, counted)
 
-    async def _look(self) -> Look | None:
-        if self.engine is None:
+    async def _samples(self) -> list[Sample] | None:
+        """The server's metrics. None if it has none or shows them to nobody; only a server whose
+        counters are the source of acceptance must show them."""
+        if self.source == COUNTERS:
+            samples = await self.endpoint.look()
+            if samples is None:
+                raise PassingError(f"{self.endpoint.base} does not show its metrics any more")
+            return samples
+        try:
+            return await self.endpoint.look()
+        except (PassingError, UserError):
             return None
-        samples = await self.endpoint.look()
-        if samples is None:
-            raise PassingError(f"{self.endpoint.base} does not show its metrics any more")
-        return read_look(samples, self.engine)
+
+    async def _look(self) -> Look | None:
+        """Look at the counters, and count a restart if one fell since the last look. Raises
+        `UserError` for a baseline that drafts."""
+        samples = await self._samples() if self.engine is not None else None
+        if self.engine is None or samples is None:
+            return None
+        now = read_look(samples, self.engine)
+        if not self.speculates:
+            self._require_no_drafts(acceptance(now, 0, 0), "its counters")
+        if self.last is not None and _fell(now, self.last):
+            self.restarts += 1
+            self.doubtful = True
+        self.last = now
+        return now
+
+    async def _require_same_model(self) -> None:
+        """Raise `UserError` if the server serves another model than before."""
+        endpoint, before = self.endpoint, self.endpoint.served
+        await endpoint.find_model(self.config.model)
+        now = endpoint.served
+        if (now.name, now.root) != (before.name, before.root):
+            raise UserError(
+                f"{endpoint.setting}: {endpoint.base} was started again with another model: "
+                f"{_described(now)}; before: {_described(before)}. Serve the earlier one and "
+                "repeat the command to continue, or measure this one under another measure.name."
+            )
+
+    def _require_as_chosen(self, answers: Sequence[Answer], counted: Acceptance | None) -> None:
+        """Raise `MiscountError` if the source of acceptance tells nothing any more, and `UserError`
+        if a baseline drafts."""
+        if not self.speculates:
+            self._require_plain(answers)
+            return
+        gone = (self.source == COUNTERS and counted is None) or (
+            self.source == RESPONSES and not any(told(answer) for answer in answers)
+        )
+        if gone and any(answer.tokens > 1 for answer in answers):
+            raise MiscountError(
+                f"{self.endpoint.base} says nothing of drafts any more, as if it had been started "
+                "again without speculation"
+            )
+
+    def _require_plain(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            found = of_response(answer.last)
+            self._require_no_drafts(found[2] if found else None, "its responses")
+
+    def _require_no_drafts(self, found: Acceptance | None, where: str) -> None:
+        """Raise `UserError` for a baseline that drafts. where: what says so."""
+        if found is not None and found.passes > 0 and (found.drafted or found.accepted):
+            raise UserError(
+                f"{self.endpoint.setting}: {self.endpoint.base} speculates too, as {where} say, "
+                "so it shows no speedup. Give a server without a drafter, or none."
+            )
 
     async def _counted(self, before: Look | None, answers: Sequence[Answer]) -> Acceptance | None:
         """The counts since `before`, once the counters include all answers."""
-        if before is None:
+        if before is None or self.source != COUNTERS:
             return None
-        deadline, last = time.monotonic() + SETTLE_SECONDS, before
+        deadline, last, restarts = time.monotonic() + SETTLE_SECONDS, before, self.restarts
         while True:
             now = await self._look()
             assert now is not None
-            try:
-                change = now.since(before)
-            except ResetError as error:
-                self.restarts += 1
+            if self.restarts > restarts:
                 raise PassingError(
                     f"a counter of {self.endpoint.base} fell: the server was started again"
-                ) from error
+                )
+            change = now.since(before)
             ended = len(answers) if change.requests is None else round(change.requests)
             if ended >= len(answers) and now == last:
                 break
@@ -255,11 +354,38 @@ class Side:
                 else "these are metrics of one replica of several, of another server, or of one "
                 "that was started again"
             )
-            raise PassingError(
+            raise MiscountError(
                 f"{self.endpoint.base} counts {ended} answers where {len(answers)} were asked for: "
                 f"{why}"
             )
         return acceptance(change, len(answers), sum(answer.tokens for answer in answers))
+
+
+def _fell(now: Look, before: Look) -> bool:
+    """Whether a counter is lower than before."""
+    try:
+        now.since(before)
+    except ResetError:
+        return True
+    return False
+
+
+def _described(served: Served) -> str:
+    """A model by its name and what it was loaded from."""
+    return f"'{served.name}'" + (f" from '{served.root}'" if served.root else "")
+
+
+def told(answer: Answer) -> Acceptance | None:
+    """The acceptance that a response reports."""
+    found = of_response(answer.last)
+    if found is not None:
+        return found[2]
+    timings = answer.last.get("timings")
+    if isinstance(timings, Mapping) and "predicted_n" in timings:
+        # llama.cpp says nothing of drafts where an answer has none: every pass gave one token
+        passes = max(0.0, float(timings["predicted_n"]) - 1)
+        return Acceptance(passes, passes, 0.0, 0.0)
+    return None
 
 
 def api_of(config: ServingConfig, prompt: Prompt) -> str:

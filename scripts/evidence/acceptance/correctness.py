@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Noise, Proposal, TargetStates
+from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.tree import DraftShape, TokenTree
 from heads.kernels.dispatch import triton_version
@@ -31,6 +32,7 @@ from inference.audit.comparison import audit, flips_alone
 from inference.audit.drafters import ScriptedDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.decoding.execution.layers import compile_layers
 from inference.decoding.requests import Request
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.kernels.registry import all_ops
@@ -165,10 +167,24 @@ def verification(setting: Setting) -> Found:
     return Found({"rows": rows}, checks)
 
 
+def compiled_layers(setting: Setting) -> Found:
+    """`verification` through merged and compiled layers, once. The counting texts of the speed
+    parts depend on the layers too little to judge them."""
+    sizes, dtype = setting.sizes, setting.dtype
+    size, length = sizes.head_sizes[len(sizes.head_sizes) // 2], min(sizes.lengths)
+    gap = logits_gap(setting, dtype, size, length, max(sizes.nodes), compiled=True)
+    name = f"{dtype_name(dtype)}, D={size}, L={length}"
+    check = Check(f"verified logits, compiled, {name}", gap, most=LOGITS_GAP[dtype])
+    return Found({"gap": gap}, [check])
+
+
 @torch.no_grad()
-def logits_gap(setting: Setting, dtype: torch.dtype, size: int, length: int, nodes: int) -> float:
+def logits_gap(
+    setting: Setting, dtype: torch.dtype, size: int, length: int, nodes: int, compiled: bool = False
+) -> float:
     """The largest difference of the logits at four of the tree's leaves, as a share of the largest
-    logit. The weights are wide enough for attention to distinguish tokens."""
+    logit. The weights are wide enough for attention to distinguish tokens. compiled: verify through
+    compiled layers (on a CPU through traced ones). Raises `UserError` if they do not compile."""
     device, generator = setting.device, torch.Generator().manual_seed(length + size)
     shape = Shape(512, 4 * size, 2, 4, 2, 8 * size, 1, 64, 2, 128, 128)
     model = build_model(shape, device, dtype, length + nodes + 8)
@@ -188,7 +204,10 @@ def logits_gap(setting: Setting, dtype: torch.dtype, size: int, length: int, nod
         text = torch.cat([prompt, drafted[:, path]], 1)
         wanted.append(model(input_ids=text, use_cache=False).logits[0, -1].float())
     target = as_target(model)
+    if compiled and not compile_layers(target, 1, nodes, "inductor" if setting.on_gpu else "eager"):
+        raise UserError("the layers of a Llama target are not compiled; a warning says why.")
     cache, row = target.new_cache(1, length + nodes + 1), torch.zeros(1, dtype=torch.int64)
+    cache.writer.compiled = compiled
     lengths, needs = torch.tensor([length], device=device), FeatureSpec()
     target.prefill(cache, row.to(device), prompt, lengths, needs, 4096)
     longest = None if target.lengths_on_device else length

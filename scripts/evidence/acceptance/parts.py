@@ -22,12 +22,13 @@ from inference.measure.config import process_facts
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.evidence.acceptance.shapes import Sizes
+from scripts.run.revision import git_state, without_diff
 
 Facts = dict[str, Any]
 """The measured values of a part, as JSON values."""
 CALL_SECONDS = 570.0
-"""A call's time: ten minutes, less the start of Python. The parts of a command take no longer
-together."""
+"""A call's time: ten minutes, less the start of Python. No more is planned for the parts of a
+command together."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Part:
-    """A named piece of work. seconds: its longest duration on a GPU of the H100 class; the part is
-    not begun with less time left. timed: it measures time, so it runs alone."""
+    """A named piece of work. seconds: its longest duration on a GPU of the H100 class, as planned;
+    the part is not begun with less time left. timed: it measures time, so it runs alone."""
 
     name: str
     work: Callable[[Setting], Found]
@@ -115,10 +116,11 @@ def run_parts(
     separate process; 1: all run in this process.
     """
     begin, results = time.perf_counter(), dict[str, str]()
-    device, provenance = device_facts(setting.device), {**process_facts(), "command": command}
+    code = without_diff(git_state())
+    known = {"device": device_facts(setting.device), **process_facts(), "command": command}
 
     def write(name: str, content: Mapping[str, Any]) -> None:
-        write_json(out / f"{name}.json", {"device": device, **provenance, **content})
+        write_json(out / f"{name}.json", {**known, "git": code, **content})
 
     here = list(parts)
     if jobs > 1 and alone is not None:

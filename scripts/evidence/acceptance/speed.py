@@ -12,6 +12,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from inference.measure.replay import ReplayDrafter, read_trajectories
 from inference.measure.roofline import TargetBytes, probe_bandwidth, share_of
 from inference.report.model import BandwidthFacts
 from inference.target.model import TargetModel
-from scripts.evidence.acceptance.correctness import CLOCKS_APART
+from scripts.evidence.acceptance.correctness import CLOCKS_APART, compiled_layers
 from scripts.evidence.acceptance.parts import Check, Facts, Found, Part, Setting
 from scripts.evidence.acceptance.shapes import as_target, counting_model, new_head, texts
 from scripts.tools import bench_kernels
@@ -71,7 +72,7 @@ def target_of(setting: Setting, name: str) -> TargetModel:
 
 
 def draw_requests(setting: Setting, target: TargetModel, context: int, rows: int) -> list[Request]:
-    """Random prompts, enough to fill the rows twice or as many as the setting gives."""
+    """Random prompts: one for every row, or for a single row as many as the setting gives."""
     generator = torch.Generator().manual_seed(context)
     count = max(setting.sizes.prompts if rows == 1 else 0, rows)
     drawn = torch.randint(target.info.vocab_size, (count, context), generator=generator).tolist()
@@ -102,6 +103,7 @@ def decoding(setting: Setting, name: str, context: int, rows: int, which: Which)
     if setting.on_gpu and which == "compiled":
         plain = next(fact["share"] for fact in facts if fact["arm"] == "plain")
         checks.append(Check("share of the bandwidth, plain", plain, PLAIN_SHARE))
+        checks.append(Check("layers compiled", float(bool(target.compiled_attention)), least=1))
     found: Facts = {"context": context, "rows": rows, "arms": facts}
     if which != "usual":
         found["estimated_ms"] = estimates(name, which == "compiled")
@@ -245,7 +247,8 @@ def synchronisations(setting: Setting) -> Found:
 
 
 def trace(setting: Setting) -> Found:
-    """The kernels of a replayed step, and the share of the step without a running kernel."""
+    """The kernels of replayed steps, and the share of their time without a running kernel. Prompt,
+    captures and the last steps of an answer are not traced."""
     target = target_of(setting, LLAMA)
     requests = draw_requests(setting, target, min(setting.sizes.contexts), 1)[:1]
     eagle = new_head("eagle3", setting.sizes.shapes[LLAMA], target)
@@ -255,11 +258,12 @@ def trace(setting: Setting) -> Found:
         decode = DecodeConfig(depth=DEPTH)
         decode = decode if drafter is not None else decode.without_draft()
         engine = Engine(target, drafter, decode, capacity=len(requests[0].tokens) + 400)
-        list(engine.run(requests))
-        steps = engine.clock.passes
-        with profile(activities=[activity]) as traced:
-            list(engine.run(requests))
-        steps = engine.clock.passes - steps
+        list(engine.run(requests))  # captures
+        running, few = engine.run(requests, yield_steps=True), max(2, setting.sizes.tokens // 16)
+        with closing(running):
+            launch(setting, engine, running, few)
+            with profile(activities=[activity]) as traced:
+                steps = launch(setting, engine, running, few)
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in traced.events() or ()
@@ -276,6 +280,16 @@ def trace(setting: Setting) -> Found:
                 Check(f"share of the time without a kernel, {label}", gap, most=GAP_SHARE)
             )
     return Found(facts, checks)
+
+
+def launch(setting: Setting, engine: Engine, running: Iterator[Completion], few: int) -> int:
+    """Let a run launch at least a few steps, and wait for the device; returns how many it was."""
+    before = engine.clock.passes
+    while engine.clock.passes < before + few:
+        next(running)
+    if setting.on_gpu:
+        torch.cuda.synchronize(setting.device)
+    return engine.clock.passes - before
 
 
 def generate(setting: Setting) -> Found:
@@ -357,6 +371,7 @@ PARTS: Sequence[Part] = (
     Part("generate", generate, 60, timed=True),
     Part("llama-8-rows", _decoding(LLAMA, 0, 1), 30, timed=True),
     Part("llama-32-rows", _decoding(LLAMA, 0, 2), 45, timed=True),
+    Part("compiled", compiled_layers, 20),
     Part("llama-compiled", _decoding(LLAMA, 0, 0, "compiled"), 90, timed=True),
     Part("qwen", _decoding(QWEN, 0, 0), 90, timed=True),
     Part("kernels", kernels, 90, timed=True),

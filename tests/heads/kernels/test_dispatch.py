@@ -81,6 +81,17 @@ def test_a_gpu_too_old_for_triton_gets_the_reference(
     assert "7.5" in choose(op, "cuda").why
 
 
+def test_gpus_of_amd_get_the_reference(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch names them cuda too; a kernel's PTX does not compile there."""
+    with_gpu(monkeypatch, (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    why = "ROCm: the kernels are written for NVIDIA GPUs"
+    assert choose(op, "cuda:0") == Choice("reference", why)
+    monkeypatch.setenv(VARIABLE, "triton")
+    with pytest.raises(UserError, match=f"fake cannot run on cuda: {why}"):
+        choose(op, "cuda")
+
+
 def test_other_devices_get_the_reference(op: Op) -> None:
     assert choose(op, "mps") == Choice("reference", "Triton has no mps devices")
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from heads.api.drafter import Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.state import Snapshot, state_tensors
-from inference.decoding.ahead import Foreseen
+from heads.nn.drafting import sight
+from inference.decoding.ahead import AheadDrafter, Foreseen
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import Draft
 from inference.decoding.engine import Engine
@@ -22,9 +23,11 @@ from inference.decoding.placement import PlacedDrafter
 from inference.decoding.requests import Completion, Request
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.session import Session
+from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES, build
 from tests.inference.decoding.test_lossless import requests
+from tests.inference.kernels.planted import run_in_its_place
 from tests.models import plain_texts, random_target
 
 TOKENS_ALONE = ("distilled", "pard", "ngram", "suffix")
@@ -250,6 +253,30 @@ def test_it_runs_in_a_thread_of_its_own_with_threads_of_its_own() -> None:
     run(Engine(target, drafter, config), items)
     assert (False, own + 1) in seen and {count for here, count in seen if here} == {own}
     assert torch.get_num_threads() == own
+
+
+@pytest.mark.parametrize("recipe", ["distilled", "pard"])
+def test_the_attention_kernel_drafts_ahead_too(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts made ahead and afterwards attend alike, or kept ones would round differently."""
+    calls: set[tuple[bool, str]] = set()
+    main, draft = threading.get_ident(), AheadDrafter._draft
+
+    def noted(by: str, call: Any) -> Any:
+        def run_and_note(*given: Any, **more: Any) -> Any:
+            calls.add((threading.get_ident() == main, by))
+            return call(*given, **more)
+
+        return run_and_note
+
+    run_in_its_place(monkeypatch, noted("kernel", TREE_ATTENTION.reference))
+    monkeypatch.setattr(sight, "cache_attention", noted("mask", sight.cache_attention))
+    monkeypatch.setattr(AheadDrafter, "_draft", noted("draft", draft))
+    target = random_target(dtype=torch.float32)
+    engine = Engine(target, build(recipe, target), DecodeConfig(depth=3, ahead=True))
+    run(engine, requests(1, new=8))
+    assert {by for here, by in calls if not here} == {"draft", "kernel"}
 
 
 def test_a_placed_drafter_drafts_ahead_too() -> None:

@@ -148,7 +148,7 @@ def test_a_step_is_not_replayed_once_another_engine_has_merged_weights() -> None
     replayed(engine, record(lambda: step_on_device(lanes)))
     texts = [{c.request.index: c.tokens for c in engine.run(items)}]
     assert engine._kept.lanes is lanes
-    assert compile_layers(target, "eager")
+    assert compile_layers(target, backend="eager")
     texts.append({c.request.index: c.tokens for c in engine.run(items)})
     assert texts == [plain_texts(items)] * 2
 

@@ -3,21 +3,28 @@ same tokens, and families whose layers need their cache are left alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.execution.layers import compile_layers
+from inference.decoding.execution import graphs
+from inference.decoding.execution.layers import compile_layers, has_merged
+from inference.target import merged
 from inference.target.kv_cache import SlotLayer
 from inference.target.model import TargetModel
+from tests.inference.decoding.slow_device import SlowDevice, every_engine_on
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import random_target
+
+PART = merged._part
 
 
 @pytest.fixture(autouse=True)
@@ -40,30 +47,29 @@ def answers(target: TargetModel, batch_size: int, compiled: bool = True) -> dict
 
 
 @pytest.mark.parametrize(
-    ("family", "trial", "graphs"),
-    [("llama", 1, 3), ("qwen3", 1, 3), ("gpt_neox", 1, 2), ("gemma2", 2, 6)],
+    ("family", "kinds", "checks"),
+    [("llama", 1, 2), ("qwen3", 1, 2), ("gpt_neox", 1, 1), ("gemma2", 2, 4)],
 )
-def test_layers_share_a_graph_whatever_their_number(family: str, trial: int, graphs: int) -> None:
+def test_layers_share_a_graph_whatever_their_number(family: str, kinds: int, checks: int) -> None:
     """Sixteen layers, more than Dynamo compiles apart, are one graph each time a shape is new; with
-    sliding and full attention in turn two. Merged projections make the trial's shape, one row,
-    a new one. Nothing breaks a graph."""
+    sliding and full attention in turn two. Merged projections are new to the second check, which
+    compiles what two rows then run. Nothing breaks a graph."""
     target = random_target(family, num_hidden_layers=16)
     plain = answers(target, 2)
-    assert compile_layers(target, "eager")
-    assert counters["stats"]["unique_graphs"] == trial
+    assert compile_layers(target, rows=2, backend="eager")
+    assert counters["stats"]["unique_graphs"] == checks
     assert answers(target, 2) == plain
-    assert counters["stats"]["unique_graphs"] == 2 * trial
     assert answers(target, 3, compiled=False)  # an engine that did not ask for it
-    assert counters["stats"]["unique_graphs"] == 2 * trial
-    assert compile_layers(target, "eager")  # a second engine changes nothing
-    assert answers(target, 2) == answers(target, 1) == plain
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert compile_layers(target, backend="eager")  # a second engine changes nothing
+    assert counters["stats"]["unique_graphs"] == checks
+    assert answers(target, 1) == plain
+    assert counters["stats"]["unique_graphs"] == checks + kinds
     assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("deepseek_v3", "do not compile without a cache"), ("longcat_flash", "not every layer")],
+    [("deepseek_v3", "do not run without a cache"), ("longcat_flash", "not every layer")],
 )
 def test_layers_that_need_their_cache_stay_as_they_are(
     family: str, reason: str, caplog: pytest.LogCaptureFixture
@@ -71,9 +77,9 @@ def test_layers_that_need_their_cache_stay_as_they_are(
     """Compressed keys are written before they are expanded; two attentions have two numbers."""
     target = random_target(family)
     plain = answers(target, 2)
-    assert not compile_layers(target, "eager")
+    assert not compile_layers(target, backend="eager")
     assert reason in caplog.text
-    assert not target.compiled_attention
+    assert not target.compiled_attention and not has_merged(target)
     assert answers(target, 2) == plain
 
 
@@ -93,8 +99,79 @@ def test_layers_that_would_compute_something_else_are_found(
         return update(self, keys, *rest)
 
     monkeypatch.setattr(SlotLayer, "update", changed)
-    assert not compile_layers(target, "eager")
-    assert "compute something else" in caplog.text
+    assert not compile_layers(target, backend="eager")
+    assert "without a cache, they change logits by" in caplog.text
+
+
+def wrong_code(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """A compiler whose code computes a tenth too much."""
+    return lambda *given: [1.1 * one for one in graph(*given)]
+
+
+def no_code(*given: Any) -> Callable[..., Any]:
+    """A compiler that fails."""
+    raise LookupError("no such instruction")
+
+
+def swapped_halves(*given: Any) -> Callable[[Tensor], Tensor]:
+    """`_part` with the first half of a merged product in place of the second, and vice versa."""
+    linear, shared, span, *rest = given
+    total = len(shared.weight)
+    if 2 * linear.out_features == total:
+        span = slice(total - span.stop, total - span.start)
+    return PART(linear, shared, span, *rest)
+
+
+@pytest.mark.parametrize(
+    ("backend", "part", "reason"),
+    [
+        ("eager", swapped_halves, "merged and compiled by eager, they change logits by"),
+        (wrong_code, PART, "they change logits by"),
+        (no_code, PART, "they do not run merged and compiled by"),
+    ],
+    ids=["merged wrongly", "compiled wrongly", "not compiled"],
+)
+def test_layers_that_are_compiled_wrongly_are_found_and_given_back(
+    backend: Any, part: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Merging has moved the weights all the same, and plain products read them there."""
+    target = random_target(num_hidden_layers=2)
+    plain = answers(target, 2)
+    monkeypatch.setattr(merged, "_part", part)
+    assert not compile_layers(target, backend=backend)
+    assert reason in caplog.text
+    assert has_merged(target) and not target.compiled_attention
+    assert not any("forward" in vars(one) for one in target.model.modules())
+    assert answers(target, 2) == plain
+
+
+def test_drafters_do_not_keep_the_weights_before_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter was bound before, and plain decoding compiles first, as in a measurement."""
+    target, checked = random_target(num_hidden_layers=2), list[tuple[int, int]]()
+
+    def by_eager(target: TargetModel, rows: int, nodes: int) -> bool:
+        checked.append((rows, nodes))
+        return compile_layers(target, rows, nodes, "eager")
+
+    monkeypatch.setattr(graphs, "compile_layers", by_eager)
+    drafter = drafter_of("early_exit", target)
+    config = DecodeConfig(batch_size=2, depth=2, compile=True)
+    bound, bind = list[int](), type(drafter).bind
+    monkeypatch.setattr(type(drafter), "bind", lambda *given: (bound.append(1), bind(*given))[1])
+    plain = answers(target, 2)
+    with every_engine_on(SlowDevice()):
+        engines = [Engine(target, None, config.without_draft()), Engine(target, drafter, config)]
+        engines.append(Engine(target, drafter, config))
+        for engine in engines:
+            assert {c.request.index: c.tokens for c in engine.run(requests(3, new=10))} == plain
+    assert checked == [(2, 1), (2, 3), (2, 3)]
+    now = {one.untyped_storage().data_ptr() for one in target.model.parameters()}
+    for block in drafter._blocks:
+        parts = [*vars(block.attention).values(), *vars(block.mlp).values()]
+        tensors = [one.keywords["weight"] if isinstance(one, partial) else one for one in parts]
+        held = {one.untyped_storage().data_ptr() for one in tensors if one is not None}
+        assert held <= now
+    assert len(bound) == 1  # steps captured in the meantime read what it held
 
 
 @pytest.mark.slow

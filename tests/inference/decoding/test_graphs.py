@@ -83,7 +83,7 @@ def test_captured_steps_are_captured_anew_once_weights_are_merged() -> None:
         for done in engine.run(items, yield_steps=True):
             found[done.request.index] = done.tokens
             if device.captured == 1 and not target.compiled_attention:
-                assert compile_layers(target, "eager")
+                assert compile_layers(target, backend="eager")
                 assert engine._kept.lanes is not None
                 before = engine._kept.lanes.runner.captured
         assert before and engine._kept.lanes.runner.captured
@@ -95,7 +95,7 @@ def test_captured_steps_are_captured_anew_once_weights_are_merged() -> None:
 def test_steps_are_not_compiled_for_other_devices(kind: str) -> None:
     """They are launched there; a compiled step would be code for a CPU."""
     rows: Any = SimpleNamespace(lengths=SimpleNamespace(device=torch.device(kind)))
-    target, clock = SimpleNamespace(compiled_attention=None), SimpleNamespace(times=None)
+    target, clock = SimpleNamespace(drafters_after_merge=None), SimpleNamespace(times=None)
     decoder: Any = SimpleNamespace(target=target, clock=clock, drafter=None)
     cache: Any = None
     runner = StepRunner(decoder, cache, rows, DecodeConfig())

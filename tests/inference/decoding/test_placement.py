@@ -9,6 +9,7 @@ import torch
 
 from heads.api.checkpoint import new_drafter
 from heads.api.kinds import kind_names
+from inference.decoding import placement
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.placement import PlacedDrafter, weights_on
@@ -136,14 +137,27 @@ def test_keys_that_change_cross_again() -> None:
 
 def test_transfers_are_counted_and_timed() -> None:
     target = random_target()
-    drafter = placed(drafter_of("medusa", target))
+    drafter = placed(drafter_of("medusa", target), measure=True)
     decode(target, drafter, DecodeConfig(depth=3), requests(1, new=12))
     crossed = drafter.transfer
     assert crossed.moves_in > crossed.moves_out > 0 and crossed.seconds > 0
     assert crossed.bytes_out == crossed.moves_out * 4 * 8  # four int64 tokens a pass, nothing else
-    untimed = placed(drafter_of("medusa", target), measure=False)
-    decode(target, untimed, DecodeConfig(depth=3), requests(1, new=12))
-    assert untimed.transfer.seconds == 0 and untimed.transfer.bytes_in == crossed.bytes_in
+
+
+def test_copies_wait_for_no_device_unless_they_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(placement, "wait_for", waited.append)
+    target, found = random_target(), []
+    for measure in ({}, {"measure": True}):
+        drafter = placed(drafter_of("medusa", target), **measure)
+        decode(target, drafter, DecodeConfig(depth=3), requests(1, new=12))
+        moves = drafter.transfer.moves_in + drafter.transfer.moves_out
+        assert len(waited) == (4 * moves if measure else 0)
+        assert (drafter.transfer.seconds > 0) == bool(measure)
+        found.append(drafter.transfer.bytes_in)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi"])
@@ -167,7 +181,7 @@ def test_cpu_and_cuda_work_together(kind: str, target_device: str, device: str) 
     items = requests(5)
     counts = torch.arange(VOCAB)
     inner = new_drafter(*recipe(kind), target.info, weights_on(target, device), 0, counts)
-    drafter = PlacedDrafter(inner, device, target_device)
+    drafter = PlacedDrafter(inner, device, target_device, measure=True)
     for temperature in (0.0, 1.0):
         settings = DecodeConfig(temperature=temperature, batch_size=2, graph="off")
         plain = decode(target, None, settings, items)

@@ -78,8 +78,10 @@ REQUESTS = {
 class Stub:
     """The server. form: whose counters it shows ("none": no metrics at all, "llama": timings in
     responses, "vllm_responses": vLLM's in responses); faults: what the next completions do instead
-    of answering, one each: a status, "hang", "cut", "restart", "twice" (somebody else's answer is
-    counted as well), "error" (an event with `refusal`). steps: seconds of a verification."""
+    of answering, one each: a status, "hang", "cut", "kill" (the answer breaks off, and the server
+    starts again as `reborn` says), "restart" (the same behind the answer's last text), "twice"
+    (somebody else's answer is counted as well), "error" (an event with `refusal`). steps: seconds
+    of a verification."""
 
     form: str = "vllm"
     speculates: bool = True
@@ -91,9 +93,17 @@ class Stub:
     usage: bool = True
     burst: bool = False
     """One event per token instead of one per verification."""
+    events: list[Any] = field(default_factory=list)
+    """More events behind an answer's text."""
+    parts: bool = False
+    """A message's text is a list of parts."""
+    looks: deque[Any] = field(default_factory=deque)
+    """What the next looks at the metrics show instead, one each: a status, a text; None: nothing
+    else."""
     base: str = ""
     tokenize: deque[Any] | None = None
-    """What /tokenize answers, then {"count": 9}; empty: a broken connection; None: there is none."""
+    """What /tokenize answers, then {"count": 9}; a number: a status; empty: a broken connection;
+    None: there is none."""
     text: str = "x"
     card: dict[str, Any] = field(default_factory=dict)
     """More of the model's entry in /v1/models."""
@@ -103,6 +113,8 @@ class Stub:
     """Most characters of a prompt; longer ones are refused with `refusal`."""
     refusal: str = "This model's maximum context length is 64 tokens."
     retry_after: str = ""
+    reborn: dict[str, Any] = field(default_factory=dict)
+    """Attributes that a restart changes."""
     obeys: bool = True
     """Answers are JSON if it is asked for."""
     shut: bool = False
@@ -131,6 +143,17 @@ class Stub:
             ]
             return "\n".join(lines + (spec_lines(self.form, self) if self.passes else [])) + "\n"
 
+    def next_look(self) -> Any:
+        """What a look at the metrics shows instead; None for nothing else."""
+        with self.lock:
+            return self.looks.popleft() if self.looks else None
+
+    def step(self, text: str, size: int, chat: bool) -> Iterator[dict[str, Any]]:
+        """The events of a verification that gave this many pieces of text."""
+        for piece in [text] * size if self.burst else [text * size]:
+            content = [{"type": "text", "text": piece}] if self.parts else piece
+            yield {"choices": [{"delta": {"content": content}} if chat else {"text": piece}]}
+
     def steps_for(self, prompt: str, limit: int) -> list[int]:
         """Accepted drafts of each verification of an answer with `limit` tokens; all prompts of a
         domain are alike, and each has always the same ones."""
@@ -158,9 +181,26 @@ class Stub:
         with self.lock:
             self.passes = self.committed = self.answers = 0
             self.reached = [0] * DEPTH
+            for name, value in self.reborn.items():
+                setattr(self, name, value)
+
+    def breaks_off(self, fault: Any) -> bool:
+        """Whether an answer ends after its first text, with the server if it is killed."""
+        if fault == "kill":
+            self.restart()
+        return fault in ("cut", "kill")
 
 
-def last_event(stub: Stub, steps: list[int]) -> dict[str, Any]:
+def last_events(stub: Stub, steps: list[int], prompt: str, tokens: int) -> Iterator[dict[str, Any]]:
+    """What an answer's stream has behind its text."""
+    yield from stub.events
+    yield {"choices": [{"delta": {}, "finish_reason": "length"}]}
+    usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": tokens}
+    if stub.usage:
+        yield {"choices": [], "usage": usage, **figures(stub, steps)}
+
+
+def figures(stub: Stub, steps: list[int]) -> dict[str, Any]:
     """What a form says of speculation in its responses."""
     accepted, passes = sum(steps), len(steps)
     if stub.form == "llama" and stub.speculates:
@@ -203,6 +243,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if self.path == "/v1/models":
             self.send(200, json.dumps({"data": [{"id": stub.model, **stub.card}]}).encode())
+        elif self.path.endswith("/metrics") and (look := stub.next_look()) is not None:
+            status, text = (look, "") if isinstance(look, int) else (200, look)
+            self.send(status, text.encode(), "text/plain")
         elif self.path.endswith("/metrics") and stub.shut:
             self.send(403, b"{}")
         elif self.path == "/metrics" and stub.form.startswith("trtllm"):
@@ -226,7 +269,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize" and self.stub.tokenize is not None:
             with self.stub.lock:
                 said = self.stub.tokenize.popleft() if self.stub.tokenize else {"count": 9}
-            if said:
+            if isinstance(said, int):
+                self.send(said, b"{}")
+            elif said:
                 self.send(200, json.dumps(said).encode())
             else:  # closing alone leaves the client waiting: other objects hold the socket
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -276,10 +321,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         for size in (1, *(step + 1 for step in steps)):
             time.sleep(stub.steps)
-            for piece in [text] * size if stub.burst else [text * size]:
-                part = {"delta": {"content": piece}} if chat else {"text": piece}
-                event({"choices": [part]})
-            if fault == "cut":
+            for content in stub.step(text, size, chat):
+                event(content)
+            if stub.breaks_off(fault):
                 return
         if fault == "restart":
             stub.restart()
@@ -289,10 +333,8 @@ class _Handler(BaseHTTPRequestHandler):
         stub.count(steps, prompt)
         if fault == "twice":
             stub.count(steps, prompt)
-        event({"choices": [{"delta": {}, "finish_reason": "length"}]})
-        usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": body["max_tokens"]}
-        if stub.usage:
-            event({"choices": [], "usage": usage, **last_event(stub, steps)})
+        for content in last_events(stub, steps, prompt, body["max_tokens"]):
+            event(content)
         event("[DONE]")
 
 

@@ -21,6 +21,7 @@ from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Bets, Grid, Sums
 from inference.staleness.reference import DomainAnswers, Reference
 from inference.staleness.scrapes import (
+    SILENT,
     Observation,
     Windows,
     follow,
@@ -41,6 +42,14 @@ VLLM = (
     'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}\n'
     'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}\n'
 )
+
+
+TENSORRT = "".join(
+    f'trtllm_spec_decode_{name}_tokens_total{{token_position="{place}"}} {count}\n'
+    for name, counts in (("drafted", (100, 100, 100)), ("accepted", (80, 20)))
+    for place, count in enumerate(counts)
+)
+"""Drafts of three tokens, of which the third was never accepted."""
 
 
 def scrape(passes: float, accepted: float, depth: int = 4, at: int | None = None) -> str:
@@ -93,6 +102,24 @@ def test_every_engine_counts_the_same(form: str) -> None:
     if form in ("vllm", "trtllm"):
         assert sum(seen[0].reached) == sum(known[:2])
     assert spec_lines("something else", stub) == []
+    assert not windows.gauged
+    depth_known = form in ("vllm", "trtllm")
+    assert [one[:13] for one in windows.remarks] == ([] if depth_known else ["Depth unknown"])
+
+
+def test_a_gauge_is_no_count() -> None:
+    """The mean of a log interval stands for every window that ends in it."""
+    windows, stub = Windows(least=50, depth=DEPTH), Stub(form="sglang_gauge")
+    rng = np.random.default_rng(0)
+    for highest in (DEPTH, 1):
+        stub.count([int(count) for count in rng.integers(0, highest + 1, 400)], "p")
+        take(windows, stub.show())
+    first, second = (one.accepted / one.passes for one in windows.whole[""])
+    assert second > 0.5 * (first + 0.5)  # of half a token in truth
+    assert windows.gauged
+    gauge, depth = windows.remarks
+    assert "neither the alarm rate nor the intervals are guaranteed" in gauge
+    assert depth.startswith("Depth unknown: the counters of SGLang")
 
 
 def test_a_server_that_was_started_again_goes_on_counting() -> None:
@@ -101,6 +128,19 @@ def test_a_server_that_was_started_again_goes_on_counting() -> None:
     assert windows.restarts == 1
     seen = [(one.passes, one.accepted) for one in windows.whole[""]]
     assert seen == [(100, 200), (100, 200), (60, 90), (60, 90)]
+
+
+def test_a_server_that_goes_on_without_speculation_is_not_watched() -> None:
+    """Calm looks do not count, and neither does a server that drafts again in time."""
+    plain = 'vllm:request_success_total{{finished_reason="stop"}} {}\n'
+    answers = [plain.format(number) for number in range(SILENT + 1)]
+    windows = Windows(least=50, depth=4)
+    take(windows, scrape(100, 200), scrape(200, 400))
+    take(windows, *answers[:SILENT], *[answers[SILENT - 1]] * SILENT)
+    take(windows, scrape(60, 90), *answers[:SILENT])
+    with pytest.raises(UserError, match="was started again without speculation"):
+        take(windows, answers[SILENT])
+    assert [one.passes for one in windows.whole[""]] == [100, 100, 60]
 
 
 def test_a_server_that_was_started_again_may_have_counted_nothing_yet() -> None:
@@ -156,6 +196,7 @@ def test_timestamps_give_the_order(tmp_path: Path) -> None:
         ("vllm:generation_tokens_total 5\n", "serves without speculation"),
         (scrape(100, 200, depth=5), "drafts of 5 tokens"),
         (scrape(100, 200, depth=3), "drafts of 3 tokens"),
+        (TENSORRT, "drafts of 3 tokens"),
     ],
 )
 def test_what_is_no_such_counter_is_refused(text: str, words: str) -> None:
@@ -269,11 +310,36 @@ def test_a_running_server_is_watched_until_the_alarm() -> None:
         Comparison(gone, known).add_running(gone.running)
 
 
+@pytest.mark.parametrize("shown", [503, 404, 403, "<html>Back soon</html>", "python_info 1\n", ""])
+def test_a_server_may_be_away_for_a_while(shown: Any) -> None:
+    windows = Windows(least=50, depth=DEPTH)
+    with serving(form="vllm") as stub:
+        stub.count([1] * 100, "p")
+        stub.looks = deque([None, *[shown] * 8])
+        looks = follow(watched(stub, seconds=30.0), f"{stub.base}/metrics", windows)
+        next(looks)
+        stub.restart()
+        stub.count([2] * 60, "p")
+        assert next(looks) == [""] and not stub.looks
+        looks.close()
+    assert windows.restarts == 1
+    assert [(one.passes, one.accepted) for one in windows.whole[""]] == [(60, 120)]
+
+
+@pytest.mark.parametrize(
+    ("shown", "words"), [(503, "5 looks in a row failed"), (404, "there is nothing at")]
+)
+def test_a_server_that_never_was_there_is_not_waited_for(shown: int, words: str) -> None:
+    looks = deque([shown] * 9)
+    with serving(looks=looks) as stub, pytest.raises(UserError, match=words):
+        list(follow(watched(stub), f"{stub.base}/metrics", Windows(50, DEPTH)))
+
+
 # What a running server serves
 
 
-def watched(stub: Stub) -> WatchConfig:
-    return WatchConfig(metrics=(f"{stub.base}/metrics",), every=0.05, seconds=0.2, timeout=20)
+def watched(stub: Stub, seconds: float = 0.2) -> WatchConfig:
+    return WatchConfig(metrics=(f"{stub.base}/metrics",), every=0.02, seconds=seconds, timeout=20)
 
 
 @pytest.mark.parametrize(

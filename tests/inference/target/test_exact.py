@@ -14,9 +14,11 @@ from inference.audit.comparison import audit, flips_alone
 from inference.audit.drafters import ScriptedDrafter
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.kernels.reference.row_linear import ROW_LINEAR
 from inference.target.exact import install_exact, is_exact
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import requests
+from tests.inference.kernels.planted import run_in_its_place
 from tests.models import random_target
 
 NEEDS = FeatureSpec(last_hidden=True)
@@ -105,6 +107,26 @@ def test_sizes_that_fill_no_vector_register_give_the_same_bits(activation: str) 
     plain = verified(target, 1, True)
     for width, rows in ((2, 1), (6, 1), (13, 1), (4, 3)):
         assert torch.equal(verified(target, width, True, rows), plain), (width, rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_head_takes_all_rows_at_once_where_a_kernel_keeps_them_apart(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gemma2: with a soft-cap behind the product."""
+    target = target_of(family, torch.float32)
+    vocab, rows = target.info.vocab_size, list[int]()
+
+    def product(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+        if len(weight) == vocab:
+            rows.append(len(x))
+        return ROW_LINEAR.reference(x, weight, *bias)
+
+    plain = verified(target, 1, True)
+    run_in_its_place(monkeypatch, product, ROW_LINEAR)
+    found = verified(target, 13, True)
+    assert rows == [13]
+    torch.testing.assert_close(found, plain)
 
 
 def test_a_norm_made_of_norms_is_left_alone() -> None:

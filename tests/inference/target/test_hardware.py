@@ -3,15 +3,18 @@ for; stood in for by what torch says of it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from heads.api.errors import UserError
+from heads.kernels import dispatch
 from heads.kernels.dispatch import choose
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
+from inference.decoding.execution import graphs
 from inference.decoding.execution.accelerator import accelerator_of
 from inference.kernels.reference.attention import TREE_ATTENTION
 from inference.target.hardware import found_device, wait_for
@@ -57,6 +60,23 @@ def test_steps_there_are_launched_one_by_one_and_waited_for(xpu: list[torch.devi
     clock.border("verify")
     assert xpu == [XPU] * 3
     assert clock.seconds["draft"] > 0 and clock.seconds["verify"] > 0
+
+
+def test_steps_of_an_amd_gpu_are_launched_and_never_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its clock cannot be written, so that a graph would have no times."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    dispatch._obstacle.cache_clear()
+    device = torch.device("cuda", 0)
+    decoder: Any = SimpleNamespace(drafter=None, clock=StepClock(device))
+    dispatch._obstacle.cache_clear()
+    decoder.clock.border("")
+    decoder.clock.border("draft")
+    assert decoder.clock.times is None and waited == [device]
+    assert not graphs._captures(decoder, DecodeConfig()).wanted
 
 
 def test_a_cpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,21 @@ def test_a_conversation_ends_at_a_turn_that_is_too_long(tmp_path: Path) -> None:
     assert {"talk", "talk/2"} < set(report.run.prompts["domains"])
 
 
+def test_a_conversation_goes_on_behind_the_answer_that_it_had(tmp_path: Path) -> None:
+    """A measurement that is continued asks the same prompts, whatever the server would answer."""
+    talk = Prompt("talk", "prose", messages=said("prose to begin with"), turns=("prose again",))
+    with serving(faults=deque([None, None, None, *[503] * 3])) as stub:
+        with pytest.raises(UserError, match="repeat the command to continue"):
+            measure(tmp_path / "out", stub, [talk, *prompts()])
+        stub.text, asked = "y", len(stub.bodies)
+        report = measure(tmp_path / "out", stub, [talk, *prompts()])
+    again = stub.bodies[asked:]
+    # all but the window that was measured, and the warm-up
+    assert len(again) == 2 * 5 - 1 + 1 and "talk/2" in report.run.prompts["domains"]
+    behind = {one["messages"][1]["content"] for one in again if len(one["messages"]) > 1}
+    assert behind == {"x" * TOKENS}
+
+
 def test_nothing_fits(tmp_path: Path) -> None:
     with serving(longest=4) as stub, pytest.raises(UserError, match="no prompt fits"):
         measure(tmp_path / "out", stub, prompts())

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from scripts.evidence import gpu
+from scripts.evidence.acceptance import parts as acceptance_parts
 from scripts.evidence.acceptance import speed
 from scripts.evidence.acceptance.parts import CALL_SECONDS, Check, Found, Part, Setting, run_parts
 from scripts.evidence.acceptance.shapes import FULL, TINY
@@ -44,9 +45,10 @@ def test_a_check_passes_within_its_limits(check: Check, passed: bool) -> None:
 
 
 def test_every_part_leaves_a_file_and_one_that_fails_stops_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
+    monkeypatch.setattr(acceptance_parts, "git_state", lambda: {"revision": "abc", "diff": "+"})
 
     def good(setting: Setting) -> Found:
         seen.append(sorted(path.name for path in tmp_path.iterdir()))
@@ -65,6 +67,8 @@ def test_every_part_leaves_a_file_and_one_that_fails_stops_no_other(
     assert read(tmp_path / "speed-b.json")["failures"] == ["RuntimeError: an illegal address"]
     assert read(tmp_path / "speed-c.json")["facts"] == {"n": 1}
     whole = read(tmp_path / "speed.json")
+    (code,) = {json.dumps(read(path)["git"]) for path in tmp_path.iterdir()}
+    assert code == '{"revision": "abc", "changed": true}'
     assert whole["parts"] == {"a": "failed", "b": "error", "c": "passed", "d": "not run"}
     assert whole["passed"] is False and whole["command"] == "the command"
     assert "not run, 100 s are left" in capsys.readouterr().out

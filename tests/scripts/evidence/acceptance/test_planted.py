@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,11 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.eagle3 import Drafter as Eagle3
 from inference import parity
+from inference.decoding.buffers import Lanes
 from inference.decoding.clock import StepClock
 from inference.decoding.execution import graphs
 from inference.decoding.execution.graphs import StepRunner
+from inference.decoding.execution.layers import compile_layers
 from inference.decoding.rules import match
 from inference.kernels.reference.row_linear import InTiles
 from inference.measure import roofline
@@ -208,16 +211,51 @@ def test_steps_that_are_not_captured(refuses: str, checks: set[str]) -> None:
 
 @pytest.mark.usefixtures("as_gpu")
 @pytest.mark.parametrize(
-    ("bandwidth", "checks"), [(1.0, set()), (1e15, {"share of the bandwidth"})]
+    ("bandwidth", "compiles", "checks"),
+    [
+        (1.0, True, set()),
+        (1e15, True, {"share of the bandwidth"}),
+        (1.0, False, {"layers compiled"}),
+    ],
 )
-def test_a_plain_step_far_from_the_bandwidth(
-    bandwidth: float, checks: set[str], monkeypatch: pytest.MonkeyPatch
+def test_a_plain_step_far_from_the_bandwidth_or_of_plain_layers(
+    bandwidth: float, compiles: bool, checks: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler is left out: layers run as they are."""
-    monkeypatch.setattr(graphs, "compile_layers", lambda target: None)
+
+    def said_to_be(target: TargetModel, *_: int) -> None:
+        target.compiled_attention = {0: torch.nn.Identity()} if compiles else {}
+
+    monkeypatch.setattr(graphs, "compile_layers", said_to_be)
     give_bandwidth(monkeypatch, bandwidth)
     with every_engine_on(SlowDevice()):
         assert failed("llama-compiled") == checks
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_compiled_layers_that_compute_something_else(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They pass the check of `compile_layers` and are spoilt afterwards: every layer's output is a
+    tenth too large."""
+
+    def spoilt(target: TargetModel, *given: Any) -> bool:
+        done = compile_layers(target, *given)
+        for layer in target.taps.layers if wrong else ():
+            layer.forward = partial(larger, layer.forward)
+        return done
+
+    def larger(forward: Callable[..., Tensor], *given: Any, **more: Any) -> Tensor:
+        return 1.1 * forward(*given, **more)
+
+    monkeypatch.setattr(correctness, "compile_layers", spoilt)
+    assert failed("compiled") == ({"verified logits"} if wrong else set())
+
+
+def test_layers_that_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "compile_layers", lambda *_: False)
+    left = found("compiled")
+    assert left["result"] == "error" and "are not compiled" in left["failures"][0]
 
 
 @pytest.mark.usefixtures("as_gpu")
@@ -252,35 +290,49 @@ def test_a_step_that_waits_for_the_device(
 
 
 @pytest.mark.usefixtures("as_gpu")
-@pytest.mark.parametrize("late", [0, 100])
+@pytest.mark.parametrize("late", [0, 200])
 def test_a_host_that_launches_late(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiler's trace is of a device with one kernel of 1,000 microseconds per step; the next
-    one begins `late` microseconds after its end."""
-    spans: list[tuple[int, int]] = []
+    one begins `late` microseconds after its end. A prompt takes ten kernels far apart, which are
+    not traced."""
+    now, spans, tracing = [0], list[tuple[int, int]](), list[object]()
 
-    def launch() -> None:
-        begin = spans[-1][1] + late if spans else 0
-        spans.append((begin, begin + 1000))
+    def launch(late: int) -> None:
+        begin = now[0] + late
+        now[0] = begin + 1000
+        if tracing:
+            spans.append((begin, now[0]))
 
     class Traced:
         def __init__(self, **given: Any) -> None:
             spans.clear()
 
         def __enter__(self) -> Traced:
+            tracing.append(self)
             return self
 
         def __exit__(self, *raised: object) -> None:
-            pass
+            tracing.clear()
 
         def events(self) -> list[SimpleNamespace]:
             cuda = torch.autograd.DeviceType.CUDA
             ranges = [SimpleNamespace(start=first, end=last) for first, last in spans]
             return [SimpleNamespace(time_range=one, device_type=cuda) for one in ranges]
 
+    prefill = Lanes.prefill
+
+    def read(self: Lanes, *given: Any, **more: Any) -> Tensor:
+        for _ in range(10):
+            launch(5000)
+        return prefill(self, *given, **more)
+
+    monkeypatch.setattr(Lanes, "prefill", read)
     monkeypatch.setattr(speed, "profile", Traced)
-    slow_down(monkeypatch, launch)
-    checks = failed("trace")
+    slow_down(monkeypatch, lambda: launch(late))
+    left = found("trace")
+    checks = {check["name"].split(", ")[0] for check in left["checks"] if not check["passed"]}
     assert checks == ({"share of the time without a kernel"} if late else set())
+    assert [arm["kernels_per_step"] for arm in left["facts"].values()] == [1.0, 1.0]
 
 
 @pytest.mark.usefixtures("as_gpu")

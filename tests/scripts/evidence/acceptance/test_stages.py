@@ -45,7 +45,7 @@ def no_timing_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["environment", "attention", "verification", "losses", "gradients"]
+    "name", ["environment", "attention", "verification", "losses", "gradients", "trace"]
 )
 def test_a_part_passes_as_things_are(name: str) -> None:
     found = result(name)
