@@ -39,6 +39,7 @@ from heads.nn.block import confidence as block_confidence
 from heads.nn.block.attention import KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
 from heads.nn.block.lattice import Lattice
+from heads.nn.block.losses import by_row_and_depth
 from heads.nn.block.model import BlockModel
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
@@ -105,11 +106,13 @@ class Drafter(BlockModel):
         whole = len(starts) == 1
         parts: list[losses.Sums] = [part(0)] if whole else [recomputed(part, at) for at in starts]
         sums = (sum(values) for values in zip(*parts, strict=True))
-        total, per_depth, correct, counts, doubt = sums
-        metrics = losses.depth_metrics(per_depth, correct, counts)
+        weighed, plain, distance, correct, counts, doubt = sums
+        mixed = partial(config.objective().mixed, distance=distance, counts=counts)
+        total, values = mixed(weighed), mixed(plain)
+        metrics = losses.depth_metrics(values.sum(0), correct.sum(0), counts.sum(0))
         if self.confidence_head is not None:
             metrics["loss/confidence"] = (doubt.detach(), counts.sum().detach())
-        return LossOutput(total, metrics)
+        return LossOutput(total.sum(), metrics)
 
     def _features(self, batch: TrainBatch) -> list[Tensor]:
         """The fused features [B, T, H] of the context, per layer."""
@@ -150,8 +153,9 @@ class Drafter(BlockModel):
         return self._depths(self._run(inputs, rotation, attends), depths)
 
     def _sums(self, batch: TrainBatch, raw: Tensor, taught: Taught, anchor: Tensor) -> losses.Sums:
-        """For states [M, K, H] and anchors [M, H]: the loss, and by depth [K] its unweighted sums,
-        right tokens and counts; the confidence's loss."""
+        """For states [M, K, H] and anchors [M, H], by row and depth: the ends of the objective [E,
+        B, K], weighted with gradient and unweighted; total variation (0 if the losses lack it),
+        right tokens and counts [B, K]; the confidence's loss."""
         config: Config = self.config
         rule, (block, depth) = self.dependency, taught.mask.nonzero(as_tuple=True)  # [R] each
         rise = config.base_share_end - config.base_share_start
@@ -173,7 +177,7 @@ class Drafter(BlockModel):
         target_logits = teacher_logits(batch, states_at) if self.needs.logits else None
         objective = config.objective()
         found = ROW_LOSSES(logits, target_logits, labels, config.losses())
-        values = objective(found)
+        values = objective.ends(found)
         if config.distractor > 0:
             assert target_logits is not None
             penalty = losses.distractor_penalty(logits, target_logits, labels)
@@ -186,23 +190,26 @@ class Drafter(BlockModel):
         if share > 0:
             assert base is not None
             alone = ROW_LOSSES(base, target_logits, labels, objective.names)
-            values = (1 - share) * values + share * objective(alone)
+            # annealed together, by the acceptance of the final logits, which are those drafted from
+            values = (1 - share) * values + share * objective.ends(alone)
         weights = self._weights(taught, found, values)[block, depth]
         if batch.weights is not None:
             weights = weights * batch.weights.flatten()[states_at + 1].to(weights.dtype)
-        doubt = torch.zeros_like(values)
+        doubt = torch.zeros_like(values[0])
         if self.confidence_head is not None:
             odds = self.confidence_head(states, rule.hint(taught.parents[block, depth]))
             acceptance = 1.0 - found[TOTAL_VARIATION].detach()
             doubt = block_confidence.confidence_loss(odds, acceptance)
-        total = (weights * (values + config.confidence_weight * doubt)).sum()
-
-        def by_depth(items: Tensor) -> Tensor:
-            return items.new_zeros(self.depths).index_add_(0, depth, items)
-
-        correct = by_depth(objective.hits(found, labels).long())
-        counted = by_depth(values.detach()), correct, taught.mask.sum(0)
-        return total, *counted, doubt.detach().sum()
+        weighed = weights * (values + config.confidence_weight * doubt)
+        distance = found.values.get(TOTAL_VARIATION, torch.zeros_like(doubt)).detach()
+        hits = objective.hits(found, labels).long()
+        rows = batch.tokens.shape[0]
+        size = rows, taught.mask.shape[0] // rows, self.depths
+        sums = (
+            by_row_and_depth(items, block, depth, size)
+            for items in (weighed, values.detach(), distance, hits, torch.ones_like(depth))
+        )
+        return *sums, doubt.detach().sum()
 
     def _weights(self, taught: Taught, found: RowLosses, values: Tensor) -> Tensor:
         """The weight of each depth of each block [M, K]. found: results of the supervised ones;

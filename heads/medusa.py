@@ -33,7 +33,7 @@ from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Rooted, last_valid
 from heads.nn.feature.base import next_tokens, require_heads, unrolled_loss
 from heads.nn.feature.reduced import ReducedDrafter
-from heads.nn.matrices import set_matrix
+from heads.nn.matrices import set_matrix, set_vectors
 
 
 @config("head")
@@ -82,6 +82,7 @@ class Drafter(ReducedDrafter):
         self.residual_weight = nn.Parameter(torch.empty(layers, heads, hidden, hidden))
         set_matrix(self.residual_weight, True)
         self.residual_bias = nn.Parameter(torch.empty(layers, heads, hidden))
+        set_vectors(self.residual_bias)
         self.columns_drafted = self.reduce_to(config.draft_vocab_size)
         # [K, V', H], or [1, V', H] for all heads
         self.lm_heads: nn.Parameter | None = None

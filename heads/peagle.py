@@ -41,6 +41,7 @@ from heads.nn.drafting.state import run_slots
 from heads.nn.feature.base import layer_shape, sum_by_state
 from heads.nn.feature.parallel import AnchoredRows, anchored_attention
 from heads.nn.feature.taps import TapConfig, TapDrafter
+from heads.nn.matrices import set_vectors
 from heads.nn.packing import Packing
 from heads.nn.rope import Rope, look_up
 
@@ -94,6 +95,7 @@ class Drafter(TapDrafter):
         super().__init__(config, info, {"layers": nn.ModuleList(layers)})
         hidden = info.hidden_size
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, len(self.needs.taps) * hidden))
+        set_vectors(self.mask_hidden)
         self.mask_embedding = nn.Parameter(torch.empty(hidden))
         own = config.own_embedding
         self.embed_tokens = nn.Embedding(info.vocab_size, hidden) if own else None

@@ -44,11 +44,11 @@ from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
-from heads.kernels.reference.row_losses import ROW_LOSSES
+from heads.kernels.reference.row_losses import ROW_LOSSES, TOTAL_VARIATION
 from heads.nn import init, losses
 from heads.nn.anchors import Anchors
 from heads.nn.block.attention import KeyValue, View, attend_blocks
-from heads.nn.block.losses import Objective
+from heads.nn.block.losses import Objective, by_row_and_depth
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
 from heads.nn.checkpointing import network_part, recomputed
@@ -95,7 +95,8 @@ class Config:
     lk: Weight = 0.0
     """Weight of -log(acceptance rate), the LK loss."""
     annealed_lk: Weight = 0.0
-    """Weight of the LK loss that changes from KL to total variation as acceptance rises."""
+    """Weight of the LK loss that changes from KL to total variation as the mean acceptance of a
+    row's blocks at a depth rises."""
     ce: Weight = 0.0
     """Weight of the cross entropy against the answer's tokens."""
 
@@ -208,8 +209,11 @@ class Drafter(LayerDrafter):
         parts: list[losses.Sums] = (
             [part(0)] if len(starts) == 1 else [recomputed(part, at) for at in starts]
         )
-        total, values, correct, counts = (sum(each) for each in zip(*parts, strict=True))
-        return LossOutput(total, losses.depth_metrics(values, correct, counts, first=2))
+        weighed, plain, distance, correct, counts = (sum(each) for each in zip(*parts, strict=True))
+        mixed = partial(config.objective().mixed, distance=distance, counts=counts)
+        total, values = mixed(weighed), mixed(plain)
+        found = values.sum(0), correct.sum(0), counts.sum(0)
+        return LossOutput(total.sum(), losses.depth_metrics(*found, first=2))
 
     def _chunk(self, batch: TrainBatch, slots: int) -> int:
         """Blocks per row that are run at once, so that logits and attention scores stay small."""
@@ -245,8 +249,9 @@ class Drafter(LayerDrafter):
         return self._normalise(states)
 
     def _sums(self, batch: TrainBatch, outputs: Tensor, taught: Taught) -> losses.Sums:
-        """For outputs [M, S, H]: the loss, and by depth 2..block_size its unweighted sums, right
-        tokens and counts."""
+        """For outputs [M, S, H], by row and depth 2..block_size: the ends of the objective [E, B,
+        K], weighted with gradient and unweighted; total variation (0 if the losses lack it), right
+        tokens and counts [B, K]."""
         config: Config = self.config
         # the root's row, depth 1, has nothing to learn
         block, slot = taught.mask[:, 1:].nonzero(as_tuple=True)  # [R] each
@@ -255,17 +260,18 @@ class Drafter(LayerDrafter):
         wanted = teacher_logits(batch, states_at)
         objective = config.objective()
         found = ROW_LOSSES(logits, wanted, labels, objective.names)
-        values = objective(found)
+        values = objective.ends(found)
         weights = taught.scale[block].to(values.dtype)
         if batch.weights is not None:
             weights = weights * batch.weights.flatten()[states_at + 1].to(weights.dtype)
-
-        def by_depth(items: Tensor) -> Tensor:
-            return items.new_zeros(config.block_size - 1).index_add_(0, slot, items)
-
-        hits = by_depth(objective.hits(found, labels).long())
-        counted = by_depth(values.detach()), hits, by_depth(torch.ones_like(slot))
-        return (weights * values).sum(), *counted
+        distance = found.values.get(TOTAL_VARIATION, torch.zeros_like(values[0])).detach()
+        hits = objective.hits(found, labels).long()
+        rows = batch.tokens.shape[0]
+        size = rows, taught.mask.shape[0] // rows, config.block_size - 1
+        return tuple(
+            by_row_and_depth(items, block, slot, size)
+            for items in (weights * values, values.detach(), distance, hits, torch.ones_like(slot))
+        )
 
     def train_logits(self, batch: TrainBatch, depth: int) -> list[Tensor]:
         """Depth 1 at t is the target's own prediction from token t+1, depth k that of the slot k-1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from heads.api.config import Epsilon, Fraction, NonNegativeFloat, Rate, UnitInterval, config
 from heads.api.errors import UserError
-from heads.nn.matrices import matrices
+from heads.nn.matrices import holds_vectors, matrices
 from train.muon import MuonAdamW
 
 Beta = Annotated[float, Ge(0), Lt(1)]
@@ -36,8 +36,8 @@ class OptimConfig:
     eps: Epsilon = 1e-8
     """Added to the root of the running square (> 0)."""
     weight_decay: Annotated[float, Ge(0), Le(100)] = 0.0
-    """Decay of matrices per unit of learning rate (>= 0). Vectors (norms, biases) are never
-    decayed."""
+    """Decay of matrices and tables per unit of learning rate (>= 0). Vectors (norms, biases) are
+    never decayed, nor are stacks of them."""
     clip: NonNegativeFloat = 1.0
     """Maximum norm of the whole gradient; a longer one is scaled down to it. 0: no clipping."""
 
@@ -103,7 +103,7 @@ def set_rate_scale(parameter: Tensor, scale: float) -> None:
 
 def parameter_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """The optimiser's groups of trained weights. For every scale of `set_rate_scale`, in order of
-    first appearance: the weights for Muon, other weights of two dimensions or more (with weight
+    first appearance: the weights for Muon, other weights that are no vectors (both with weight
     decay), and vectors (without)."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     turned = {id(p) for p in matrices(module)} if config.kind == "muon" else set()
@@ -114,8 +114,8 @@ def parameter_groups(module: nn.Module, config: OptimConfig) -> list[dict[str, A
         decay = config.weight_decay
         found = [
             {"params": [p for p in alike if id(p) in turned], "weight_decay": decay, "muon": True},
-            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": decay},
-            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in rest if not holds_vectors(p)], "weight_decay": decay},
+            {"params": [p for p in rest if holds_vectors(p)], "weight_decay": 0.0},
         ]
         groups += [{**group, "rate_scale": scale} for group in found if group["params"]]
     return groups

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
+from heads.nn.matrices import is_table, set_matrix
 from inference.integrity import require_unchanged
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -136,13 +138,7 @@ def load_start(
             "train.refresh.adapter=false, which merges both."
         )
     kind = content["kind"]
-    if kind not in (drafter.kind, *drafter.starts_from):
-        allowed = ", ".join([drafter.kind, *drafter.starts_from])
-        raise UserError(
-            f"train.refresh.init_from: '{folder}' is a drafter of kind '{kind}', but kind "
-            f"'{drafter.kind}' is to be trained, which starts from checkpoints of kind {allowed}. "
-            f"Use head={kind}, or another folder."
-        )
+    trained = _require_usable(drafter, folder, kind, content["config"])
     theirs = TargetInfo.from_dict(content["target"])
     if other_target:
         theirs.require_same_sizes(info)
@@ -154,7 +150,7 @@ def load_start(
                 f"train.refresh.init_from: {error} If this target is a changed version of that "
                 "one, set train.refresh.other_target=true."
             ) from error
-    mine, known = asdict(drafter.config), asdict(build_config(kind, content["config"]))
+    mine, known = asdict(drafter.config), asdict(trained)
     changed = [name for name, value in mine.items() if name in known and known[name] != value]
     theirs_were = " ".join(
         f"head.{name}={json.dumps(known[name], separators=(',', ':'))}" for name in changed
@@ -189,6 +185,27 @@ def load_start(
             ", head.".join(changed),
             theirs_were,
         )
+
+
+def _require_usable(
+    drafter: TrainableDrafter, folder: Path, kind: str, values: dict[str, Any]
+) -> Any:
+    """The configuration of a checkpoint of `kind`; raises `UserError` if `drafter` cannot start
+    from one of that kind or of that configuration."""
+    if kind not in (drafter.kind, *drafter.starts_from):
+        allowed = ", ".join([drafter.kind, *drafter.starts_from])
+        raise UserError(
+            f"train.refresh.init_from: '{folder}' is a drafter of kind '{kind}', but kind "
+            f"'{drafter.kind}' is to be trained, which starts from checkpoints of kind {allowed}. "
+            f"Use head={kind}, or another folder."
+        )
+    config = build_config(kind, values)
+    if kind == drafter.kind:
+        try:
+            drafter.require_start(config)
+        except UserError as error:
+            raise UserError(f"train.refresh.init_from: '{folder}': {error}") from error
+    return config
 
 
 @torch.no_grad()
@@ -227,6 +244,7 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
     The updates start at zero; `seed` fixes their random factors."""
     layers = [item for item in drafter.named_modules() if type(item[1]) is nn.Linear]
     names = [name for name, part in layers if part.weight.requires_grad]
+    tables = {name for name, part in layers if is_table(part.weight)}
     if not names:
         raise UserError(
             f"train.refresh.lora_rank={config.lora_rank}, but kind '{drafter.kind}' has no linear "
@@ -251,6 +269,8 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
             init.normal(parameter, (3 * parameter.shape[1]) ** -0.5, generator)
         elif name.endswith(_UP):
             init.constant(parameter, 0.0)
+            if name.removesuffix(_UP) in tables:  # it has a row per token as well
+                set_matrix(parameter, False)
 
 
 def require_reached(drafter: TrainableDrafter, loss: Tensor) -> None:

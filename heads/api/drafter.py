@@ -289,6 +289,11 @@ class TrainableDrafter(nn.Module):
         """Set every parameter for a fresh training run."""
         raise NotImplementedError(f"{type(self).__name__} must implement initialise")
 
+    def require_start(self, config: Any) -> None:
+        """Raise `UserError` if a training cannot start from a drafter of this kind that was trained
+        with `config`, although its weights have the shapes of this one's."""
+        return
+
     def loss(self, batch: TrainBatch) -> LossOutput:
         """The training objective on one packed batch: sums and counts, never means of means."""
         raise NotImplementedError(f"{type(self).__name__} must implement loss")

@@ -165,12 +165,13 @@ def compare(
 
 
 def objective(config: ObjectiveConfig, found: RowLosses, alpha: Tensor | None) -> Tensor:
-    """Weighted sum of the objectives per prediction [M]; alpha [M]: mean acceptance rates for
-    lk_annealed (None: the mean of all)."""
+    """Weighted sum of the objectives per prediction [M]; alpha [M]: mean acceptance rates, which
+    lk_annealed needs."""
     values = [weight * found[name] for name, weight in config.weights.items()]
     if config.lk_annealed > 0:
+        assert alpha is not None, "lk_annealed needs acceptance rates"
         kl, tv = found[FORWARD_KL], found[TOTAL_VARIATION]
-        values.append(config.lk_annealed * losses.annealed_lk(kl, tv, config.lk_eta, alpha))
+        values.append(config.lk_annealed * losses.annealed_lk(kl, tv, alpha, config.lk_eta))
     return torch.stack(values).sum(0)
 
 
@@ -187,10 +188,7 @@ def _look(
 def _mean_acceptance(
     config: ObjectiveConfig, batch: TrainBatch, predictions: Predictions, head: Head, columns: int
 ) -> Tensor | None:
-    """[M]: the mean acceptance rate by depth and packed row, when lk_annealed needs it.
-
-    The paper takes the mean over the batch, which depends on how rows are dealt to processes.
-    """
+    """[M]: the mean acceptance rate by depth and packed row, when lk_annealed needs it."""
     if config.lk_annealed == 0:
         return None
 

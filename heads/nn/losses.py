@@ -182,15 +182,15 @@ def acceptance_nll(logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def annealed_lk(
-    divergence: Tensor, distance: Tensor, eta: float = 3.0, acceptance: Tensor | None = None
+    divergence: Tensor, distance: Tensor, acceptance: Tensor, eta: float = 3.0
 ) -> Tensor:
     """w KL(p || q) + (1 - w) TV(p, q) of both per position [M] with w = exp(-eta alpha) (LK losses,
     2602.23881: L_lambda): KL while the drafter is poor, TV once it is good.
 
-    acceptance [M], without gradient: each position's alpha; None: the mean of all.
+    acceptance [M], without gradient: each position's alpha. The paper takes the mean over the
+    batch, which depends on how rows are dealt to processes; callers take it by row and depth.
     """
-    alpha = 1.0 - distance.detach().mean() if acceptance is None else acceptance
-    weight = torch.exp(-eta * alpha)
+    weight = torch.exp(-eta * acceptance)
     return weight * divergence + (1.0 - weight) * distance
 
 

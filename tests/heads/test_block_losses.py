@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.kernels.reference.row_losses import ROW_LOSSES
-from heads.nn.block.losses import Objective, Weighting, d_pace
+from heads.nn.block.losses import Objective, Weighting, by_row_and_depth, d_pace
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.5, 1.0])
@@ -65,23 +66,36 @@ def test_uniform_weights_are_ones() -> None:
 
 
 def test_a_mix_is_the_weighted_sum_of_its_parts() -> None:
+    """Annealed by the mean acceptance of a row's blocks at a depth, of whatever number."""
     generator = torch.Generator().manual_seed(0)
     logits, target = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 9, (6,), generator=generator)
     q, p = logits.softmax(-1), target.softmax(-1)
     alpha = torch.minimum(p, q).sum(-1)
     kl, tv = (p * (p / q).log()).sum(-1), 1 - alpha
-    share = torch.exp(-3.0 * alpha.mean())
-    objective = Objective(0.5, 2.0, 3.0, 0.7, 0.2)
-    found = objective(ROW_LOSSES(logits, target, labels, objective.names))
-    expected = (
-        0.5 * -q[range(6), labels].log()
-        + 2 * kl
-        + 3 * tv
-        - 0.7 * alpha.log()
-        + 0.2 * (share * kl + (1 - share) * tv)
-    )
-    torch.testing.assert_close(found, expected)
+    plain = 0.5 * -q[range(6), labels].log() + 2 * kl + 3 * tv - 0.7 * alpha.log()
+    # two rows of two blocks of two depths, of which two are not supervised
+    block, depth = torch.tensor([[0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]]).T
+    places = [[[0, 2], [1]], [[3, 4], [5]]]
+
+    def summed(items: Tensor) -> Tensor:
+        return by_row_and_depth(items, block, depth, (2, 2, 2))
+
+    for weight in (0.2, 0.0):
+        objective = Objective(0.5, 2.0, 3.0, 0.7, weight)
+        rows = ROW_LOSSES(logits, target, labels, objective.names)
+        counts = summed(torch.ones_like(block))
+        assert counts.tolist() == [[2, 1], [2, 1]]
+        found = objective.mixed(summed(objective.ends(rows)), summed(tv), counts)
+        shares = [[torch.exp(-3.0 * alpha[at].mean()) for at in row] for row in places]
+        expected = [
+            [
+                (plain + weight * (share * kl + (1 - share) * tv))[at].sum()
+                for at, share in zip(row, own, strict=True)
+            ]
+            for row, own in zip(places, shares, strict=True)
+        ]
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_accuracy_is_measured_against_what_weighs_more() -> None:

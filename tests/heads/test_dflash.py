@@ -331,12 +331,17 @@ def test_few_anchors_estimate_the_loss_of_all(target: MicroTarget) -> None:
     assert max(found) > 1.05 * whole
 
 
-@pytest.mark.parametrize("name", ["plain", "gru", "selector"])
-def test_blocks_in_recomputed_chunks_change_nothing(
+ANNEALED = {"annealed_lk": 1.0, "ce": 0.1, "dependency": "gru", "base_share_start": 0.5}
+
+
+@pytest.mark.parametrize("name", ["plain", "gru", "selector", "annealed"])
+def test_recomputed_chunks_and_micro_batches_change_nothing(
     target: MicroTarget, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = make(target, confidence=True, **(VARIANTS | DEPENDENT)[name])
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    options = VARIANTS | DEPENDENT | {"annealed": ANNEALED}
+    drafter = make(target, confidence=True, **options[name])
+    rows = [DOCUMENTS[:2], DOCUMENTS[2:]]
+    batch = packed_batch(target, drafter.needs, rows)
     results = []
     for limit in (1 << 25, 2000):
         monkeypatch.setattr(losses, "CHUNK_ELEMENTS", limit)
@@ -347,6 +352,8 @@ def test_blocks_in_recomputed_chunks_change_nothing(
         results.append([output.loss_sum.detach(), *grads, *drafter.train_logits(batch, 2)])
     assert drafter._chunk(batch, drafter.depths) < 5
     torch.testing.assert_close(results[0], results[1])
+    alone = [drafter.loss(packed_batch(target, drafter.needs, [row])).loss_sum for row in rows]
+    torch.testing.assert_close(torch.stack(alone).sum().detach(), results[0][0])
 
 
 def test_the_loss_moves_from_base_to_final_logits(target: MicroTarget) -> None:

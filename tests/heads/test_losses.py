@@ -57,21 +57,20 @@ def test_gradient_equals_finite_differences(name: str) -> None:
 
 
 def annealed(drafted: Tensor, target: Tensor, *more: Any) -> Tensor:
-    divergence = losses.forward_kl(drafted, target)
-    return losses.annealed_lk(divergence, losses.total_variation(drafted, target), *more)
+    """With the mean acceptance of all positions if none is given."""
+    divergence, distance = (f(drafted, target) for f in (losses.forward_kl, losses.total_variation))
+    return losses.annealed_lk(divergence, distance, *(more or (1.0 - distance.detach().mean(),)))
 
 
-def test_annealed_lk_weighs_by_the_mean_acceptance_rate() -> None:
-    """w = exp(-eta alpha) with alpha over all positions (SpecForge's reading of 2602.23881) or as
-    given, and no gradient in w."""
+def test_annealed_lk_weighs_by_the_acceptance_rate() -> None:
+    """w = exp(-eta alpha) with alpha as given, and no gradient in w."""
     drafted, target = logits()
     q, p = drafted.softmax(-1), target.softmax(-1)
     rates = torch.minimum(p, q).sum(-1)
     kl = (p * (p / q).log()).sum(-1)
     for alpha in (rates.mean(), rates):
         weight = torch.exp(-2.0 * alpha)
-        given = None if alpha.dim() == 0 else alpha
-        found = annealed(drafted, target, 2.0, given)
+        found = annealed(drafted, target, alpha, 2.0)
         torch.testing.assert_close(found, weight * kl + (1 - weight) * (1 - rates))
     fixed = torch.exp(-3.0 * rates.mean())
 
@@ -134,7 +133,8 @@ def soft(logits: Tensor) -> Tensor:
 def mixed(name: str, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
     """One objective of distilled drafters."""
     config = ObjectiveConfig(**{"forward_kl": 0.0, name: 0.7, "temperature": temperature})
-    return lambda q, p: objective(config, compare(config, q, p, p.argmax(-1)), None)
+    alpha = torch.tensor(0.6)
+    return lambda q, p: objective(config, compare(config, q, p, p.argmax(-1)), alpha)
 
 
 def test_distractors_cost_what_the_target_holds_against_them() -> None:
@@ -167,7 +167,7 @@ UNDER_AUTOCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "distractor_penalty": lambda q, p: losses.distractor_penalty(q, p, p.argmax(-1)),
     "kl_divergence": lambda q, p: losses.kl_divergence(soft(p).log(), soft(q).log()),
     "confidence_loss": lambda q, p: confidence_loss(q[:, 0], soft(p)[:, 0]),
-    "block_objective": lambda q, p: BLOCK(ROW_LOSSES(q, p, p.argmax(-1), BLOCK.names)),
+    "block_objective": lambda q, p: BLOCK.ends(ROW_LOSSES(q, p, p.argmax(-1), BLOCK.names)),
     **{f"distilled_{name}": mixed(name, 1.0) for name in OBJECTIVES},
     **{f"distilled_{name}_at_0.7": mixed(name, 0.7) for name in OBJECTIVES if name != "ce"},
 }

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.native_mtp import Config, Drafter
-from heads.nn.native.family import SMALL_VOCABULARY, one_layer
+from heads.nn.matrices import holds_vectors, matrices
+from heads.nn.native.family import SMALL_VOCABULARY, Family, one_layer
 from inference.decoding.config import DecodeConfig
 from inference.parity import check_parity
 from inference.target.model import TargetModel
@@ -112,6 +113,21 @@ def test_training_reaches_every_weight(family: str) -> None:
     ]
     # which experts are chosen has no gradient where the bias alone decides it
     assert not [name for name in unreached if "e_score_correction_bias" not in name]
+
+
+def test_optimisers_take_experts_and_routers_for_matrices(family: str) -> None:
+    _, drafter = make(family)
+    chosen = {id(weight) for weight in matrices(drafter)}
+    for name, parameter in drafter.named_parameters():
+        assert (id(parameter) in chosen) == (parameter.ndim >= 2), name
+
+
+def test_optimisers_take_stacked_biases_of_experts_for_vectors() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_local_experts": 2, "head_dim": 8}
+    layer = Family.build({"model_type": "gpt_oss", "intermediate_size": 8, **sizes}).layer
+    biases = [p for name, p in layer.named_parameters() if ".experts." in name and "bias" in name]
+    assert [bias.ndim for bias in biases] == [2, 2] and all(map(holds_vectors, biases))
+    assert not {id(bias) for bias in biases} & {id(weight) for weight in matrices(layer)}
 
 
 @pytest.mark.parametrize("family", sorted(EXPERTS))

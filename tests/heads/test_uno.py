@@ -238,10 +238,14 @@ def test_few_blocks_estimate_the_loss_of_all() -> None:
     assert means[1] == pytest.approx(means[0], rel=0.05)
 
 
-def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"tv": 0.1, "annealed_lk": 1.0}], ids=str)
+def test_chunks_and_micro_batches_change_nothing(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = micro_target()
-    drafter = drafter_of(target)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    drafter = drafter_of(target, **settings)
+    batch = packed_batch(target, drafter.needs, [[document] for document in DOCUMENTS])
+    batch.seeds = torch.tensor([3, 4])
     whole, logits = drafter.loss(batch), drafter.train_logits(batch, 3)
     whole.loss_sum.backward()
     gradients = [parameter.grad.clone() for parameter in drafter.parameters()]
@@ -253,6 +257,12 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameter, gradient in zip(drafter.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
     torch.testing.assert_close(drafter.train_logits(batch, 3), logits)
+    alone = []
+    for document, seed in zip(DOCUMENTS, (3, 4), strict=True):
+        row = packed_batch(target, drafter.needs, [[document]])
+        row.seeds = torch.tensor([seed])
+        alone.append(drafter.loss(row).loss_sum)
+    torch.testing.assert_close(torch.stack(alone).sum(), whole.loss_sum)
 
 
 def test_training_goes_through_the_block_sizes() -> None:

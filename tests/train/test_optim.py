@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from heads.api.errors import UserError
+from tests.heads.micro import micro_target
+from tests.heads.recipes import build
 from train.optim import OptimConfig, ScheduleConfig, learning_rate, make_optimizer, parameter_groups
 
 
@@ -77,6 +79,23 @@ def test_only_matrices_decay() -> None:
         [torch.Size([3, 3])],
     )
     assert (vectors["weight_decay"], len(vectors["params"])) == (0.0, 2)
+
+
+STACKS = ("residual_bias", "base_kernel", "fusion.mix", "mask_hidden", "relative_slot_bias")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("recipe", ["medusa", "dflash2", "dflare", "peagle", "lilicorr"])
+def test_stacks_of_vectors_do_not_decay(recipe: str, kind: str) -> None:
+    drafter = build(recipe, micro_target(torch.float32))
+    trained = {name: value for name, value in drafter.named_parameters() if value.requires_grad}
+    before = {name: value.detach().clone() for name, value in trained.items()}
+    for parameter in trained.values():
+        parameter.grad = torch.zeros_like(parameter)
+    make_optimizer(drafter, OptimConfig(kind=kind, weight_decay=0.1)).step()
+    kept = {name for name, value in trained.items() if torch.equal(value, before[name])}
+    vectors = {name for name, value in trained.items() if value.ndim < 2 or name.endswith(STACKS)}
+    assert kept == vectors and any(name.endswith(STACKS) for name in kept)
 
 
 def test_nothing_to_train_is_said() -> None:

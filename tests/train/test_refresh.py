@@ -17,6 +17,7 @@ from heads.api.checkpoint import load_drafter, new_drafter, read_config, save_dr
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
+from heads.nn.matrices import matrices
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
 from inference.manifest import file_entry, write_manifest
@@ -24,6 +25,7 @@ from inference.measure.run import quick_tau
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.heads.micro import MicroTarget, micro_target, packed_batch
+from tests.heads.recipes import build
 from tests.train import micro_run
 from tests.train.micro_run import prepare, settings
 from train.loop import Trainer
@@ -225,6 +227,33 @@ def test_a_head_that_is_not_trained_gets_no_updates(target: MicroTarget, tmp_pat
         assert names and any("lm_head" in name for name in names) is trained
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "tables"),
+    [
+        ("dflash", {"dependency": "markov"}, {"markov_head.markov_w2"}),
+        ("dflash", {"dependency": "gru"}, {"embed_proj.2"}),
+        (
+            "eagle3",
+            {"train_lm_head": True, "shortlist": 8, "shortlist_rank": 4},
+            {"lm_head", "shortlist.up_proj"},
+        ),
+    ],
+    ids=lambda value: "",
+)
+def test_updates_of_tables_are_no_matrices(
+    target: MicroTarget, tmp_path: Path, kind: str, options: dict[str, Any], tables: set[str]
+) -> None:
+    """Their second factor has a row per token, as the table has."""
+    save_drafter(make(target, kind, **options), tmp_path, target.info)
+    drafter = make(target, kind, **options)
+    config = RefreshConfig(str(tmp_path), lora_rank=3)
+    prepare_start(drafter, config, target.info, 1, TargetConfig("-"))
+    chosen = {id(weight) for weight in matrices(drafter)}
+    updates = {name: weight for name, weight in drafter.named_parameters() if "lora" in name}
+    others = {name for name, weight in updates.items() if id(weight) not in chosen}
+    assert others == {f"{table}.lora_B.default.weight" for table in tables}
+
+
 def test_updates_are_the_same_in_every_process(target: MicroTarget, tmp_path: Path) -> None:
     save_drafter(make(target), tmp_path, target.info)
     states: list[dict[str, Tensor]] = []
@@ -287,6 +316,28 @@ def test_a_block_drafter_goes_on_as_one_with_more_parts(
         load_start(
             make(target, "dflash", **sizes, num_layers=4), tmp_path / "plain", target.info, False
         )
+
+
+def test_a_block_drafter_goes_on_with_the_slots_that_it_was_trained_for(
+    target: MicroTarget, tmp_path: Path
+) -> None:
+    """The recipes themselves: DSpark reads every token one slot earlier than DFlash. With the
+    settings that the message gives, it drafts what DFlash did."""
+    for name in ("dflash", "dspark"):
+        save_drafter(build(name, target, seed=3), tmp_path / name, target.info)
+    shared = "head.sample_from_anchor=false head.block_size=8"
+    with pytest.raises(UserError, match=f"trained with head.sample_from_anchor=false.*{shared}, "):
+        load_start(build("dspark", target), tmp_path / "dflash", target.info, False)
+    with pytest.raises(UserError, match=r"head.sample_from_anchor=true head\.block_size=7, "):
+        load_start(build("dflash", target), tmp_path / "dspark", target.info, False)
+    changes = {"sample_from_anchor": False, "block_size": 8}
+    begun = build("dspark", target, shaken=0.0, changes=changes)
+    load_start(begun, tmp_path / "dflash", target.info, False)
+    known = load_drafter(tmp_path / "dflash", target.info, target.weights).float()
+    assert begun.depths == known.depths == build("dspark", target).depths
+    batch = packed_batch(target, begun.needs, [DOCUMENTS])
+    for depth in zip(*(each.train_logits(batch, 7) for each in (known, begun)), strict=True):
+        torch.testing.assert_close(*depth)
 
 
 def test_a_flipped_bit_is_not_trained_on(target: MicroTarget, tmp_path: Path) -> None:

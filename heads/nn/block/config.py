@@ -84,7 +84,8 @@ class Config(SizeConfig):
     lk: Weight = 0.0
     """Weight of -log(acceptance rate), the LK loss."""
     annealed_lk: Weight = 0.0
-    """Weight of the LK loss that changes from KL to total variation as acceptance rises."""
+    """Weight of the LK loss that changes from KL to total variation as the mean acceptance of a
+    row's blocks at a depth rises."""
     base_share_start: UnitInterval = 0.0
     """Share of the loss on the logits before the dependency, at the start of training (0 to 1)."""
     base_share_end: UnitInterval = 0.0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.errors import UserError
+from heads.nn.matrices import set_vectors
 
 TAPS = 2
 
@@ -31,6 +32,7 @@ class BlockConv(nn.Module):
             )
         self.group_size = group_size
         self.base_kernel = nn.Parameter(torch.empty(2, TAPS, hidden_size))
+        set_vectors(self.base_kernel)
         kernels = 2 * TAPS * (hidden_size // group_size)
         self.kernel_projection = nn.Linear(hidden_size, kernels, bias=False)
 

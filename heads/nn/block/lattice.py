@@ -35,7 +35,7 @@ from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn import init
 from heads.nn.blocks import RMSNorm
-from heads.nn.matrices import set_matrix
+from heads.nn.matrices import set_matrix, set_vectors
 
 FEATURES = 5
 """Input features of a candidate: log-probability, probability, distance in log-probability to the
@@ -171,6 +171,7 @@ class Correlator(nn.Module):
         self.slot_embedding = nn.Parameter(torch.empty(1, 1, slots, 1, size))
         self.rank_embedding = nn.Parameter(torch.empty(1, 1, 1, count, size))
         self.relative_slot_bias = nn.Parameter(torch.empty(config.heads, 2 * slots + 1))
+        set_vectors(self.relative_slot_bias)
         self.same_slot_bias = nn.Parameter(torch.empty(config.heads))
         self.context_proj = nn.Linear(hidden, size)
         width = int(size * config.mlp_ratio)

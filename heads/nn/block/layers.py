@@ -26,6 +26,7 @@ from heads.nn import init
 from heads.nn.block.conv import BlockConv
 from heads.nn.blocks import MLP, Attend, Attention, LayerShape, RMSNorm
 from heads.nn.checkpointing import network_part
+from heads.nn.matrices import set_vectors
 from heads.nn.rope import Rotation, rotate
 
 PARTS = (
@@ -96,6 +97,7 @@ class LayerFusion(nn.Module):
     def __init__(self, layers: int, taps: int, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.mix = nn.Parameter(torch.empty(layers, taps))
+        set_vectors(self.mix)
         self.norms = nn.ModuleList([RMSNorm(hidden_size, eps) for _ in range(layers)])
         self.eps = eps
 

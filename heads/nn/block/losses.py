@@ -12,7 +12,8 @@ with c_j the drafter's own probability q_j of the right token, without gradient:
 accumulated up to k times the value of continuing from there. Smoothing a (its equation 7) uses c_j
 = (1 - a) q_j + a, so that deep tokens are learned before the first ones are right.
 
-Legend: M blocks, K depths, R supervised (block, depth) pairs, V vocabulary.
+Legend: B rows, M blocks, K depths, R supervised (block, depth) pairs, V vocabulary, E ends of the
+objective.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ WEIGHTINGS = ("exponential", "uniform", "d_pace")
 @dataclass(frozen=True)
 class Objective:
     """Weights of the losses, none below 0, one above. lk: -log of the acceptance rate; annealed_lk:
-    KL that turns into total variation as the drafter gets better."""
+    KL that turns into total variation as the drafter gets better.
+
+    How far it has turned depends on the mean acceptance of a row's blocks at a depth, which is
+    known after all of them have run. So the objective of a block is computed at both ends, with KL
+    and with total variation, and the sums over a row's blocks are mixed.
+    """
 
     ce: float
     kl: float
@@ -84,13 +90,31 @@ class Objective:
         aim = found.target_best if soft and found.target_best is not None else labels
         return found.best == aim
 
-    def __call__(self, found: RowLosses) -> Tensor:
-        """The weighted sum [R] of the losses `names`."""
+    def ends(self, found: RowLosses) -> Tensor:
+        """The weighted sums [E, R] of the losses `names`: with annealed_lk as KL and as total
+        variation (E = 2), or without it (E = 1)."""
         values = [weight * found[name] for name, weight in self.weights.items()]
-        if self.annealed_lk > 0:
-            annealed = losses.annealed_lk(found[FORWARD_KL], found[TOTAL_VARIATION])
-            values.append(self.annealed_lk * annealed)
-        return torch.stack(values).sum(0)
+        if self.annealed_lk == 0:
+            return torch.stack(values).sum(0, keepdim=True)
+        ends = torch.stack([found[FORWARD_KL], found[TOTAL_VARIATION]])
+        return torch.stack([self.annealed_lk * ends, *(v.expand_as(ends) for v in values)]).sum(0)
+
+    def mixed(self, ends: Tensor, distance: Tensor, counts: Tensor) -> Tensor:
+        """Sums [E, B, K] of `ends` by row and depth -> the objective's [B, K]; distance, counts [B,
+        K]: the sums of the total variation, without gradient, and the numbers of supervised
+        pairs."""
+        if self.annealed_lk == 0:
+            return ends[0]
+        return losses.annealed_lk(ends[0], ends[1], 1.0 - distance / counts.clamp(min=1))
+
+
+def by_row_and_depth(items: Tensor, block: Tensor, depth: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Sums of items [..., R] at different (block [R], depth [R]) -> [..., B, K]; size: B, the
+    blocks per row, and K."""
+    rows, blocks, depths = size
+    spread = items.new_zeros(*items.shape[:-1], rows * blocks, depths)
+    spread[..., block, depth] = items
+    return spread.unflatten(-2, (rows, blocks)).sum(-2)
 
 
 @dataclass(frozen=True)

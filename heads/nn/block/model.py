@@ -120,6 +120,22 @@ class BlockModel(TrainableDrafter):
         if self.confidence_head is not None:
             self.confidence_head.initialise(generator)
 
+    def require_start(self, config: Config) -> None:
+        """See `TrainableDrafter`. The slot of every depth must be the same: without
+        `sample_from_anchor` the root's slot has learned nothing and each other one the token before
+        the one that this drafter would read from it, and the other way round."""
+        theirs, mine = (str(c.sample_from_anchor).lower() for c in (config, self.config))
+        if theirs == mine:
+            return
+        size = self.depths if config.sample_from_anchor else self.depths + 1
+        raise UserError(
+            f"its slots were trained with head.sample_from_anchor={theirs}. With "
+            f"head.sample_from_anchor={mine}, every slot would give the token of another depth, so "
+            "training would start with wrong tokens at all depths. Add "
+            f"head.sample_from_anchor={theirs} head.block_size={size}, which also drafts "
+            f"{self.depths} tokens, or leave train.refresh.init_from out to train a new drafter."
+        )
+
     # The network
 
     def _embed(self, tokens: Tensor) -> Tensor:

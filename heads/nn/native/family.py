@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo
 from heads.nn.blocks import Attend
+from heads.nn.matrices import set_matrix, set_vectors
 from heads.nn.native import experts
 from heads.nn.rope import Rope, Rotation
 
@@ -111,6 +112,7 @@ class Family:
         for part in (found.layer, found.norm):
             _require_plain(part)
             _allocate(part, where)
+            _set_roles(part)
         return found
 
     @classmethod
@@ -178,6 +180,19 @@ def _allocate(part: nn.Module, device: torch.device) -> None:
                     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                     own = isinstance(tensor, nn.Parameter)
                     table[name] = nn.Parameter(made, tensor.requires_grad) if own else made
+
+
+def _set_roles(part: nn.Module) -> None:
+    """Tell optimisers the roles of the weights that the family holds itself, outside of torch's
+    modules: routers and stacked experts [E, out, in] are matrices, their biases are vectors."""
+    for module in part.modules():
+        if type(module).__module__.startswith("torch."):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if name.endswith("bias"):
+                set_vectors(weight)
+            elif weight.ndim >= 2:
+                set_matrix(weight, True)
 
 
 def _require_plain(part: nn.Module) -> None:
