@@ -82,15 +82,15 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def save_micro_target(
-    folder: Path, family: str = "marked", positions: int = 128, head_dim: int = 16
+    folder: Path, family: str = "marked", positions: int = 128, head_dim: int = 16, seed: int = 5
 ) -> Path:
     """A random two-layer Llama with a tiny tokenizer, saved as a Hugging Face folder. positions:
-    the longest sequence that it takes."""
+    the longest sequence that it takes; seed: of its weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = tiny_tokenizer(family)
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -371,3 +371,25 @@ def test_responses_go_on_after_their_server_was_killed(
     server.start()
     assert kept_in(answered(server, micro, out)) == calm_answers
     assert {*(micro / "states").iterdir()} <= before
+
+
+def test_responses_end_when_their_server_comes_back_with_another_model(
+    calm_answers: tuple[dict[str, list[int]], dict[str, bytes]],
+    server: VllmServer,
+    micro: Path,
+    another: Path,
+    tmp_path: Path,
+    after: Callable[[int, Callable[[], None]], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out = tmp_path / "generate"
+    after(ROWS // 2, lambda: restart(server, another, wait=False))
+    came_back = rf"another model: 'tiny' from '{another}'; before: 'tiny' from '{micro}/target'"
+    with pytest.raises(UserError, match=rf"{came_back}.*the same command continues"):
+        answered(server, micro, out, retries=60)
+    assert any((out / "parts").glob("*")) and not caplog.text.count("but the target is")
+    with pytest.raises(UserError, match="states give a token another log-probability"):
+        answered(server, micro, out)
+    assert caplog.text.count(f"serves 'tiny' from '{another}', but the target is") == 1
+    restart(server, micro / "target")
+    assert kept_in(answered(server, micro, out)) == calm_answers

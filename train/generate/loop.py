@@ -66,7 +66,7 @@ def open_backend(job: GenerateJob, target: AnyTarget) -> Backend:
     assert isinstance(job.decode, SamplingConfig)
     if backend_of(job.decode) == "vllm":
         return VllmBackend(job.decode, target, job.target)
-    return ServerPool(job.decode, target, job.out)
+    return ServerPool(job.decode, target, job.target, job.out)
 
 
 def answer_rows(job: GenerateJob, target: AnyTarget, done: NDArray[np.bool_]) -> None:

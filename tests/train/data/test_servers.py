@@ -30,7 +30,9 @@ from train.generate.turns import Refused
 TOKENIZER = tiny_tokenizer("marked")
 EOS = TOKENIZER.eos_token_id
 FACTS = TargetFacts(
-    TOKENIZER, SimpleNamespace(vocab_size=len(TOKENIZER), max_position_embeddings=128), (EOS,)
+    TOKENIZER,
+    SimpleNamespace(id="org/Tiny-8B", vocab_size=len(TOKENIZER), max_position_embeddings=128),
+    (EOS,),
 )
 REQUESTS = [Request(number, (3, 4, 5 + number), number, 6) for number in range(30)]
 
@@ -47,6 +49,7 @@ class Standin:
     def __init__(self, protocol="openai", faults=None, always=None, tokenizer=TOKENIZER, ids=True):
         self.protocol, self.faults, self.always = protocol, faults or {}, always
         self.tokenizer, self.ids = tokenizer, ids
+        self.listed, self.info = [{"id": "tiny"}], {}
         self.count, self.bodies, self.busiest, self.active = 0, [], 0, 0
         self.lock = threading.Lock()
 
@@ -78,10 +81,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        protocol = self.server.standin.protocol
-        if protocol == "openai" and self.path == "/v1/models":
-            return self.reply(200, {"data": [{"id": "tiny"}]})
-        return self.reply(200 if protocol == "sglang" else 404, {})
+        standin = self.server.standin
+        if standin.protocol == "openai" and self.path == "/v1/models":
+            return self.reply(200, {"data": standin.listed})
+        return self.reply(200 if standin.protocol == "sglang" else 404, standin.info)
 
     def do_POST(self):
         standin = self.server.standin
@@ -115,6 +118,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(
                 fault, {"error": "fault"}, {"Retry-After": "0.01"} if fault == 429 else {}
             )
+        if callable(fault):  # what happens to the server
+            fault(standin)
+            fault = "drop"
         if fault == "drop":
             self.close_connection = True
             return self.connection.close()
@@ -260,6 +266,113 @@ def test_a_server_that_cannot_be_used_is_refused_before_the_start(standin, optio
     with serving(standin) as address, pytest.raises(UserError, match=problem):
         ServerPool(settings(address, **options), FACTS)
     assert standin.count == 0
+
+
+def entry(name, root=None, **more):
+    return {"id": name, **({} if root is None else {"root": root}), **more}
+
+
+LORA = [entry("tiny-8b", "org/Tiny-8B"), entry("law", "adapters/law", parent="tiny-8b")]
+
+
+@pytest.mark.parametrize(
+    ("listed", "served_model", "warning"),
+    [
+        ([entry("chat", "org/Tiny-8B")], "", ""),
+        ([entry("chat", "cache/models--org--Tiny-8B/snapshots/0a1b")], "", ""),
+        ([entry("tiny-8b", "models/x")], "", ""),  # its operator says that it is the target
+        ([entry("vendor/tiny-8b"), entry("vendor/huge")], "vendor/tiny-8b", ""),  # a hosted API
+        (LORA, "tiny-8b", ""),
+        (LORA, "law", "serves 'law' from 'adapters/law', but the target is 'org/Tiny-8B'"),
+        ([entry("chat", "models/x")], "", "serves 'chat' from 'models/x'"),
+        ([entry("tiny-8b-awq", "org/Tiny-8B-AWQ")], "", "or a copy of it"),
+        ([entry("tiny-4b")], "", "serves 'tiny-4b', but the target is"),
+        ({"model_path": "models/Tiny-8B"}, "", ""),  # SGLang
+        ({"model_path": "org/Tiny-4B"}, "", "serves from 'org/Tiny-4B', but"),
+        ({}, "", ""),
+    ],
+)
+def test_another_name_than_the_targets_is_a_warning(listed, served_model, warning, caplog):
+    standin = Standin("openai" if isinstance(listed, list) else "sglang")
+    standin.listed = standin.info = listed
+    found = sample(standin, requests=REQUESTS[:2], served_model=served_model)
+    assert all(isinstance(outcome, Completion) for outcome in found.values())
+    assert (warning in caplog.text) if warning else not caplog.text
+
+
+def became(*listed, info=None):
+    """A server is started again, and serves these."""
+
+    def act(standin):
+        standin.listed, standin.info, standin.replaced_at = [*listed], info, standin.count
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("protocol", "after", "problem"),
+    [
+        ("openai", became(entry("tiny", "models/tuned")), "'tiny' from 'models/tuned'; before: 't"),
+        ("openai", became(entry("other", "models/a")), "'other' from 'models/a'; before: 'tiny'"),
+        ("openai", became(), "model: one that it does not name"),
+        ("sglang", became(info={"model_path": "models/b"}), "from 'models/b'; before: from 'm"),
+    ],
+)
+def test_a_server_that_comes_back_with_another_model_is_asked_nothing(protocol, after, problem):
+    standin = Standin(protocol, faults={9: after})
+    standin.listed, standin.info = [entry("tiny", "models/a")], {"model_path": "models/a"}
+    found = []
+    with serving(standin) as address:
+        pool = ServerPool(settings(address, concurrency=1), FACTS)
+        with pytest.raises(UserError, match=rf"{problem}.*What was answered is kept"):
+            found.extend(pool.sample(REQUESTS))  # keeps what came before an error
+    assert len(found) == 9
+    assert standin.count == standin.replaced_at == 10
+
+
+def test_a_server_that_comes_back_with_its_model_goes_on():
+    """Even if it has other models besides, such as adapters."""
+    same = entry("tiny", "models/a")
+    standin = Standin(faults={9: became(same, entry("law", "adapters/law"))})
+    standin.listed = [same]
+    found = sample(standin)
+    assert all(isinstance(outcome, Completion) for outcome in found.values())
+
+
+def test_a_server_that_was_replaced_between_two_calls_is_noticed():
+    """While nobody asks it, nobody sees it fail."""
+    standin = Standin()
+    with serving(standin) as address:
+        pool = ServerPool(settings(address), FACTS)
+        assert len(list(pool.sample(REQUESTS[:5]))) == 5
+        became(entry("tiny", "models/tuned"))(standin)
+        with pytest.raises(UserError, match=r"'tiny' from 'models/tuned'; before: 'tiny'\. Serve"):
+            list(pool.sample(REQUESTS[5:]))
+    assert standin.count == 5
+
+
+def test_one_thread_checks_a_server_and_the_others_wait(monkeypatch):
+    """A server that hangs keeps one thread, not all, and their requests go to another server."""
+    hung, good = Standin(faults={0: "drop"}), Standin()
+    begun, ended = threading.Event(), threading.Event()
+    checks, probe, answer = [], ServerPool._probe, good.openai
+    # it leaves requests for the other one, until that is checked
+    good.openai = lambda body: (isinstance(body["prompt"], str) or begun.wait(10)) and answer(body)
+
+    def slow(self, server, ask):
+        checks.append(server.address)
+        begun.set()
+        assert ended.wait(10)
+        return probe(self, server, ask)
+
+    with all_serving([hung, good]) as addresses:
+        pool = ServerPool(settings(*addresses), FACTS)
+        monkeypatch.setattr(ServerPool, "_probe", slow)
+        outcomes = pool.sample(REQUESTS)
+        found = [next(outcomes) for _ in range(len(REQUESTS) - 1)]
+        ended.set()
+        found += outcomes
+    assert len(found) == len(REQUESTS) and checks == addresses[:1]
 
 
 def test_an_error_of_this_side_ends_the_run_and_nobody_waits(monkeypatch):

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,15 +30,18 @@ class Stub:
     order: a status; "cut" (the connection), "hang", "nothing" (no file: its folder is full), "half"
     (of the file), "late" (the file comes after the answer), "other" (states of another text),
     "foreign" (the name of somebody else's file), "another" (answer and states of another text),
-    "aborted" (answer and file come half a second later)."""
+    "aborted" (answer and file come half a second later), "paused" (the engine ends the request
+    without a token); or a function: what happens to the server,
+    whose connection is then cut."""
 
     def __init__(
         self, target: TargetModel, folder: Path, layers: tuple[int, ...], **more: Any
     ) -> None:
         self.target, self.folder, self.layers = target, folder, layers
-        self.faults: list[int | str] = []
+        self.faults: list[int | str | Callable[[], None]] = []
         self.requests: list[list[int]] = []
         self.token, self.connector, self.longest, self.fp8 = "", True, 65, False
+        self.root = "models/served"
         self.encode = target.tokenizer.encode
         vars(self).update(more)
         self._lock, self.ended = threading.Lock(), threading.Event()
@@ -59,7 +62,7 @@ class Stub:
 
             def do_GET(self) -> None:
                 if stub.allowed(self):
-                    model = {"id": "served", "max_model_len": stub.longest}
+                    model = {"id": "served", "root": stub.root, "max_model_len": stub.longest}
                     reply(self, 200, {"object": "list", "data": [model]})
 
             def do_POST(self) -> None:
@@ -97,7 +100,7 @@ class Stub:
         with self._lock:
             self.requests.append(prompt)
             fault = self.faults.pop(0) if self.faults else ""
-        if self.failed(handler, fault):
+        if self.failed(handler, fault, prompt):
             return
         if fault == "another":
             prompt = prompt[::-1]
@@ -129,10 +132,21 @@ class Stub:
                 time.sleep(0.2)
                 path.write_bytes(content)
 
-    def failed(self, handler: BaseHTTPRequestHandler, fault: int | str) -> bool:
+    def failed(
+        self,
+        handler: BaseHTTPRequestHandler,
+        fault: int | str | Callable[[], None],
+        prompt: list[int],
+    ) -> bool:
         """Whether a fault comes before any computing; the request is then ended."""
-        if fault == "hang":
+        if callable(fault):
+            fault()
+            handler.close_connection = True
+        elif fault == "hang":
             self.ended.wait(20)
+        elif fault == "paused":
+            ended = {"finish_reason": "abort", "token_ids": [], "prompt_token_ids": prompt}
+            reply(handler, 200, {"choices": [ended]})
         elif fault == "cut":
             handler.close_connection = True
         elif isinstance(fault, int):

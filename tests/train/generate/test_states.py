@@ -4,6 +4,7 @@ responses, and servers and files that fail. tests/serve/test_features.py has vLL
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
@@ -172,8 +174,10 @@ def test_what_fails_is_asked_for_again_and_a_run_continues(
 ) -> None:
     out = tmp_path / "generate"
     with serving(target, tmp_path / "left", longest=200) as stub:
-        stub.faults += ["", "", 500, "half", "other", "nothing", "late"]  # the probe is first
-        assert answered(stub, prompts, config, out)["states"]["missing"] == 0
+        # the first is for the probe; after a failure, the server's next is again for a probe
+        stub.faults += ["", "", 500, 500, "paused", "nothing"]
+        stub.faults += ["", "half", "", "other", "", "nothing", "", "late"]
+        assert answered(stub, prompts, config, out, concurrency=1)["states"]["missing"] == 0
         assert not stub.faults
     assert require_equal(*reading(out, target, 96), target) > 50
 
@@ -190,12 +194,12 @@ def test_a_file_that_comes_after_its_request_failed_is_deleted_while_others_are_
             answer(handler, body)
 
         stub.answer = named  # type: ignore[method-assign]
-        pool = ServerPool(sampling(stub, concurrency=1), facts, tmp_path / "out")
+        pool = ServerPool(sampling(stub, concurrency=1), facts, config, tmp_path / "out")
         stub.faults += [500]
         first = pool.sample([Request(0, (5, 6, 7), 0, LIMIT)])
         next(first)
         assert not any(stub.folder.glob("*.safetensors")), "the probe's file has gone"
-        _, failed, _ = names
+        _, failed, _, _ = names
         late = stub.folder / f"cmpl-{failed}-0-1a2b3c4d.safetensors"
         late.write_bytes(b"late")
         second = pool.sample([Request(1, (5, 6, 8), 0, LIMIT)])
@@ -205,6 +209,88 @@ def test_a_file_that_comes_after_its_request_failed_is_deleted_while_others_are_
         first.close()
         second.close()
         assert len([*(tmp_path / "out" / STATES).iterdir()]) == 2
+
+
+@pytest.fixture(scope="module")
+def another(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    """A model with the target's tokenizer and shape, and other weights."""
+    folder = save_micro_target(tmp_path_factory.mktemp("another"), seed=6)
+    return TargetModel.load(TargetConfig(str(folder), dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def calm(
+    config: TargetConfig,
+    target: TargetModel,
+    prompts: DataConfig,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, bytes]:
+    """The states of a generation in peace."""
+    folder = tmp_path_factory.mktemp("calm")
+    with serving(target, folder / "left", longest=200) as stub:
+        answered(stub, prompts, config, folder / "generate")
+    return {path.name: path.read_bytes() for path in (folder / "generate" / STATES).iterdir()}
+
+
+def test_states_of_another_model_are_refused_before_anything_is_asked_for(
+    config: TargetConfig, another: TargetModel, prompts: DataConfig, tmp_path: Path
+) -> None:
+    with serving(another, tmp_path / "left", longest=200) as stub:
+        with pytest.raises(UserError, match=r"token another log-probability .*another model than"):
+            answered(stub, prompts, config, tmp_path / "generate")
+        assert len(stub.requests) == 1, "the probe"
+
+
+@pytest.mark.parametrize("fault", ["root", "weights", "dtype"])
+def test_a_server_that_comes_back_with_another_model_ends_a_generation_and_nothing_is_lost(
+    fault: str,
+    config: TargetConfig,
+    target: TargetModel,
+    another: TargetModel,
+    calm: dict[str, bytes],
+    prompts: DataConfig,
+    tmp_path: Path,
+) -> None:
+    """weights: others at the same place; dtype: the target itself, in another one."""
+    out, asked = tmp_path / "generate", list[int]()
+    problem = {
+        "root": r"another model: 'served' from 'models/tuned'; before: 'served' from 'models/served",
+        "weights": "another log-probability than it reports",
+        "dtype": r"leaves bfloat16 states, and those before were float32",
+    }[fault]
+    with serving(target, tmp_path / "left", longest=200) as stub:
+
+        def replaced() -> None:
+            stub.root = "models/tuned" if fault == "root" else stub.root
+            stub.target, stub.fp8 = another if fault == "weights" else target, fault == "dtype"
+            asked.append(len(stub.requests))
+
+        stub.faults += ["", "", "", "", replaced]  # the first is for the probe
+        given = (GenerateConfig(flush_rows=1), prompts, sampling(stub, concurrency=1), config, out)
+        with pytest.raises(UserError, match=rf"cannot be used: .*{problem}.*is kept; the same com"):
+            generate(*given)
+        assert len(stub.requests) <= asked[0] + 1, "at most the probe"
+        assert 0 < len([*(out / STATES).iterdir()]) < len(calm)
+        stub.root, stub.target, stub.fp8 = "models/served", target, False
+        assert generate(*given)["states"]["missing"] == 0
+    assert {path.name: path.read_bytes() for path in (out / STATES).iterdir()} == calm
+
+
+def test_a_target_that_cannot_be_read_in_parts_is_a_warning(
+    config: TargetConfig,
+    target: TargetModel,
+    prompts: DataConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(config.path, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    moved = replace(config, path=str(folder))
+    with serving(target, tmp_path / "left", longest=200) as stub:
+        assert answered(stub, prompts, moved, tmp_path / "generate")["states"]["missing"] == 0
+    assert "states are not compared with the target: " in caplog.text
 
 
 def test_a_folder_without_room_is_named_before_anything_is_asked_for(

@@ -180,7 +180,8 @@ class VllmClient:
             )
         with self._request() as request:
             answer = self._complete(server, listed.name, self._text, len(self._tokens), request)
-            same_tokenizer(f"{server} (features.servers)", self._tokens, answer.prompt)
+            subject = f"the server at {server} (features.servers)"
+            same_tokenizer(subject, self._tokens, answer.prompt)
             states = self._collect(server, answer)
         if self._own is not None:
             self._require_same_layers(server, self._own, states)

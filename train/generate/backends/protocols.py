@@ -17,6 +17,7 @@ from pydantic import AliasPath, BaseModel, Field, StrictInt, ValidationError
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Completion, Request
+from inference.engines.client import Served
 
 Json = dict[str, Any]
 """The body of a request, or an answer before any check."""
@@ -87,9 +88,17 @@ class OpenAI:
 
     name = "openai"
     path = "/v1/completions"
+    models = "/v1/models"
 
     def __init__(self, model: str) -> None:
         self.model = model
+
+    def served(self, answer: Json) -> Served:
+        """The model that is asked, by the server's list of models. If it is not in the list, the
+        first that is."""
+        found = served_in(answer)
+        own = (one for one in found if one.name == self.model)
+        return next(own, found[0] if found else Served(""))
 
     def request(self, request: Request, decode: DecodeConfig) -> Json:
         """The body for one request. It sets everything for which a server may have a default."""
@@ -100,9 +109,11 @@ class OpenAI:
         """A body that makes the server show how it tokenises a text."""
         return {**self._body(text, 1), "temperature": 0.0}
 
-    def read_probe(self, answer: Json) -> list[int]:
-        """Token ids of the probe's text; raises `BadAnswerError` if the server returns none."""
-        return _read(_Completions, answer).prompt
+    def read_probe(self, answer: Json) -> tuple[list[int], Ended]:
+        """Token ids of the probe's text, and how its answer ended; raises `BadAnswerError` if the
+        server returns none."""
+        found = _read(_Completions, answer)
+        return found.prompt, _read_end(found.finish, found.stop, True)
 
     def answer(self, answer: Json, request: Request) -> tuple[list[int], Ended]:
         """Sampled token ids and how they ended."""
@@ -120,6 +131,11 @@ class SGLang:
 
     name = "sglang"
     path = "/generate"
+    models = "/get_model_info"
+
+    def served(self, answer: Json) -> Served:
+        """The model by the path that it was loaded from."""
+        return Served("", str(answer.get("model_path") or ""))
 
     def request(self, request: Request, decode: DecodeConfig) -> Json:
         """The body for one request. No seed: SGLang honours it in its deterministic mode only."""
@@ -133,8 +149,10 @@ class SGLang:
         shown = {"return_logprob": True, "logprob_start_len": 0}
         return {"text": text, "sampling_params": parameters, **shown}
 
-    def read_probe(self, answer: Json) -> list[int]:
-        return [token for _, token, _ in _read(_Probed, answer).prompt]
+    def read_probe(self, answer: Json) -> tuple[list[int], Ended]:
+        found = _read(_Probed, answer)
+        prompt = [token for _, token, _ in found.prompt]
+        return prompt, _read_end(found.finish, found.stop, True)
 
     def answer(self, answer: Json, request: Request) -> tuple[list[int], Ended]:
         found = _read(_Generated, answer)
@@ -180,11 +198,29 @@ def completion_of(
     return Completion(request, found, ended.finish)
 
 
-def same_tokenizer(address: str, mine: Sequence[int], theirs: Sequence[int]) -> None:
-    """Raise `UserError` unless a server reads the probe as the target does."""
+def same_tokenizer(server: str, mine: Sequence[int], theirs: Sequence[int]) -> None:
+    """Raise `UserError` unless a server reads the probe as the target does. server: the subject of
+    the message."""
     if list(mine) != list(theirs):
         raise UserError(
-            f"the server at {address} has another tokenizer than the target: it reads the probe as "
+            f"{server} has another tokenizer than the target: it reads the probe as "
             f"{list(theirs)[:12]}..., the target as {list(mine)[:12]}.... Serve the target itself, "
             "or set target.path to what is served."
         )
+
+
+def served_in(answer: Json) -> list[Served]:
+    """The models in a list of models, by name and what they were loaded from."""
+    rows = answer.get("data")
+    return [
+        Served(str(row["id"]), str(row.get("root") or ""))
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict) and row.get("id")
+    ]
+
+
+def described(served: Served) -> str:
+    """A model in words."""
+    name = f"'{served.name}' " if served.name else ""
+    where = f"from '{served.root}'" if served.root else ""
+    return f"{name}{where}".rstrip() or "one that it does not name"

@@ -5,6 +5,11 @@ is put back, any server may take it next, and the server that failed gets no req
 server that keeps failing is left out. If none is left, or one request has failed too often, the run
 ends with an error and keeps the answers so far; the same command continues. If a server refuses a
 request (400, 413, 422), that row has failed.
+
+A server that failed may have been started again with another model. Before its next request it is
+checked as at the start, and must name the same model as then. Whether that is the target, its names
+only suggest: a server may call the target, or a copy of it, by any name. So other names are a
+warning.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import queue
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,7 +30,9 @@ import httpx
 
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
-from inference.engines.client import LONGEST_WAIT, PROBE, asked_wait
+from inference.engines.client import LONGEST_WAIT, PROBE, Served, asked_wait
+from inference.engines.models import same_model
+from inference.target.loading import TargetConfig
 from train.features.servers import FailureError
 from train.generate.backends import protocols
 from train.generate.backends.protocols import BadAnswerError, Json, OpenAI, Protocol, SGLang
@@ -38,7 +45,13 @@ logger = logging.getLogger(__name__)
 
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 BUSY = frozenset({429, 503})
+TOO_MANY = 429
+"""A busy status of a server that is still running."""
 REFUSING = frozenset({400, 413, 422})
+KEPT = "What was answered is kept; the same command continues."
+LOOKING_SECONDS = 0.05
+"""How long a thread waits while another one checks its server, before it sees whether it may go
+on."""
 ABORTED = "abort"
 """How answers end at a server that is paused, put to sleep or shut down (vLLM, SGLang)."""
 
@@ -52,12 +65,24 @@ class ServerError(Exception):
         self.passing, self.busy = status == 0 or status in PASSING, status in BUSY
 
 
+def _unusable(address: str, error: Exception, kept: str = "") -> UserError:
+    """The sentence about a server. error: begins with it; kept: what else to say."""
+    reason = str(error).removesuffix(".")
+    return UserError(f"the server at {address} cannot be used: {reason}. {kept}".rstrip())
+
+
 @dataclass
 class Server:
-    """One server: its address, its protocol, and its recent errors."""
+    """One server: its address, its protocol, the model that it named at the start, and its recent
+    errors."""
 
     address: str
     protocol: Protocol
+    served: Served
+    doubtful: bool = False
+    """It is checked before its next request."""
+    looking: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that checks it."""
     failures: int = 0
     """Consecutive errors; of requests that were in flight together only one counts."""
     refusals: int = 0
@@ -85,16 +110,22 @@ class ServerPool:
     """Samples answers with all given servers. Construct once: it checks every server first."""
 
     def __init__(
-        self, sampling: SamplingConfig, target: TargetFacts, out: Path | None = None
+        self,
+        sampling: SamplingConfig,
+        target: TargetFacts,
+        config: TargetConfig | None = None,
+        out: Path | None = None,
     ) -> None:
-        """out: the responses' folder, for `sampling.states`. Raises `UserError` for a server
-        without answer, token ids or the target's tokenizer."""
+        """config, out: of the target, and the responses' folder, for `sampling.states`. Raises
+        `UserError` for a server without answer, token ids or the target's tokenizer."""
         self.sampling, self.target = sampling, target
         self._stop = threading.Event()
         self.keeper: StatesKeeper | None = None
         if sampling.states:
+            assert config is not None
             assert out is not None
-            self.keeper = StatesKeeper(sampling, target.info, out, lambda: self._stop.is_set())
+            given = (sampling, target.info, config, out)
+            self.keeper = StatesKeeper(*given, lambda: self._stop.is_set())
         key = os.environ.get(sampling.key_variable)
         self.client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else None,
@@ -129,6 +160,8 @@ class ServerPool:
                 yield outcome
         finally:
             stop.set()
+            for server in self.servers:
+                server.doubtful = True  # until the next call, nobody sees it fail
             if self.keeper is not None:
                 self.keeper.close()
 
@@ -149,6 +182,8 @@ class ServerPool:
             except queue.Empty:
                 continue
             pause = server.resume_at - time.monotonic()
+            if server.looking.locked():
+                pause = max(pause, LOOKING_SECONDS)
             if pause > 0:
                 waiting.put(pending)
                 stop.wait(min(pause, 0.5))
@@ -162,20 +197,24 @@ class ServerPool:
                 waiting.put(pending)
             else:
                 outcomes.put(outcome)
+                if isinstance(outcome, Exception):
+                    stop.set()
 
     def _outcome(self, server: Server, pending: Pending) -> Outcome | None:
         """The outcome of a request; None: send it again. A `UserError` ends the run."""
         begun = time.monotonic()
         try:
+            if server.doubtful and not self._look_again(server):
+                return None
             found = self._answer(server, pending.request)
         except ServerError as error:
             if error.passing:
                 return self._failed(server, pending, error, begun)
             if error.status in REFUSING:
                 return Refused(pending.request, str(error))
-            return UserError(f"the server at {server.address} answers with {error}.")
+            return UserError(f"the server at {server.address} answers with {error}. {KEPT}")
         except (UserError, BadAnswerError) as error:
-            return UserError(f"the server at {server.address} cannot be used: {error}")
+            return _unusable(server.address, error, KEPT)
         server.failures = server.refusals = 0
         self._answered = time.monotonic()
         return found
@@ -191,6 +230,7 @@ class ServerPool:
                 server.refusals += error.busy
                 server.failures += not error.busy
                 server.failed_at = now
+            server.doubtful |= error.status != TOO_MANY
             row = max(1, server.refusals if error.busy else server.failures)
             wait = self._backoff(row - 1) if error.wait is None else error.wait
             server.resume_at = max(server.resume_at, now + wait)
@@ -206,10 +246,7 @@ class ServerPool:
             what = f"a request failed {pending.attempts} times"
         else:
             return None
-        return UserError(
-            f"{what}: {server.address}: {error}. What was answered is kept; "
-            "the same command continues."
-        )
+        return UserError(f"{what}: {server.address}: {error}. {KEPT}")
 
     def _backoff(self, attempts: int) -> float:
         return float(min(LONGEST_WAIT, self.sampling.backoff * 2**attempts))
@@ -235,23 +272,81 @@ class ServerPool:
 
     def _connect(self, address: str) -> Server:
         """The server at an address, after checking its protocol, its model and its tokenizer."""
-        protocol = self._protocol(address)
+        server = Server(address, *self._protocol(address))
+        self._warn_of_other_names(server)
         try:
-            answer = self._patiently(address + protocol.path, protocol.probe(PROBE))
-            theirs = protocol.read_probe(answer)
-        except ServerError as error:
-            raise UserError(f"the server at {address} refuses the probe: {error}.") from error
-        except BadAnswerError as error:
-            raise UserError(f"the server at {address} cannot be used: {error}.") from error
-        mine = self.target.tokenizer.encode(PROBE, add_special_tokens=False)
-        protocols.same_tokenizer(address, mine, theirs)
-        return Server(address, protocol)
+            self._probe(server, self._patiently)
+        except (ServerError, BadAnswerError, UserError) as error:
+            raise _unusable(address, error) from error
+        return server
 
-    def _protocol(self, address: str) -> Protocol:
-        if self.sampling.protocol == "sglang":
-            return SGLang()
+    def _warn_of_other_names(self, server: Server) -> None:
+        target, served = self.target.info.id, server.served
+        if (served.name or served.root) and not same_model(served, target):
+            logger.warning(
+                "the server at %s serves %s, but the target is '%s', as whose answers its own are "
+                "stored. If that is not the target by another name, or a copy of it, serve the "
+                "target, or set target.path to what is served",
+                *(server.address, protocols.described(served), target),
+            )
+
+    def _look_again(self, server: Server) -> bool:
+        """Check a server that may have been started again; False: another thread is doing it.
+        Raises `UserError` for another model than at the start, `ServerError` if it does not
+        answer."""
+        if not server.looking.acquire(blocking=False):
+            return False
         try:
-            listed = self._patiently(address + "/v1/models").get("data", [])
+            if server.doubtful:
+                now, before = self._named(server.address, server.protocol, self._ask), server.served
+                if now != before:
+                    raise UserError(
+                        f"it was started again with another model: {protocols.described(now)}; "
+                        f"before: {protocols.described(before)}. Serve the earlier one."
+                    )
+                self._probe(server, self._ask)
+                server.doubtful = False
+        finally:
+            server.looking.release()
+        return True
+
+    def _probe(self, server: Server, ask: Callable[[str, Json], Json]) -> None:
+        """Raise `UserError` or `BadAnswerError` for a server that returns no token ids, has another
+        tokenizer than the target, or leaves states that are not the target's."""
+        protocol, keeper = server.protocol, self.keeper
+        body = protocol.probe(PROBE) | (ASKED if keeper is not None else {})
+        try:
+            answer = ask(server.address + protocol.path, body)
+        except ServerError as error:
+            if error.passing:
+                raise
+            raise UserError(f"it refuses the probe: {error}") from error
+        theirs, ended = protocol.read_probe(answer)
+        mine = self.target.tokenizer.encode(PROBE, add_special_tokens=False)
+        protocols.same_tokenizer("it", mine, theirs)
+        if keeper is not None:
+            if ended.finish == ABORTED:
+                raise ServerError("it aborted the probe")
+            try:
+                keeper.check(answer, theirs)
+            except FailureError as error:
+                raise ServerError(str(error)) from error
+
+    def _named(self, address: str, protocol: Protocol, ask: Callable[[str], Json]) -> Served:
+        """The model that a server names; without name and root if it does not say."""
+        try:
+            return protocol.served(ask(address + protocol.models))
+        except ServerError as error:
+            if error.passing:
+                raise
+            return Served("")
+
+    def _protocol(self, address: str) -> tuple[Protocol, Served]:
+        """The protocol of a server, and the model that it names."""
+        if self.sampling.protocol == "sglang":
+            return (sglang := SGLang()), self._named(address, sglang, self._patiently)
+        try:
+            listed = self._patiently(address + OpenAI.models)
         except ServerError as error:
             raise UserError(
                 f"{address} is neither a vLLM nor an SGLang server: /v1/models gives {error}. "
@@ -259,16 +354,17 @@ class ServerPool:
             ) from error
         if self.sampling.protocol == "auto":
             with suppress(ServerError):
-                self._ask(address + "/get_model_info")
-                return SGLang()
-        names = [str(entry.get("id")) for entry in listed if isinstance(entry, dict)]
+                sglang = SGLang()
+                return sglang, sglang.served(self._ask(address + sglang.models))
+        names = [one.name for one in protocols.served_in(listed)]
         wanted = self.sampling.served_model
         if (wanted and wanted not in names) or (not wanted and len(names) != 1):
             raise UserError(
                 f"the server at {address} serves {', '.join(names) or 'nothing'}; "
                 f"sampling.served_model is '{wanted}'. Name one of them."
             )
-        return OpenAI(wanted or names[0])
+        protocol = OpenAI(wanted or names[0])
+        return protocol, protocol.served(listed)
 
     def _patiently(self, url: str, body: Json | None = None) -> Json:
         """Ask, repeatedly after temporary errors; raises `UserError` after the last attempt."""
