@@ -21,6 +21,7 @@ from inference.server.structure import FIELDS, read_constraint
 
 CHAT, TEXT = "chat", "text"
 LARGEST_SEED = (1 << 63) - 1
+"""Seeds are of this size; a request's may be negative (int64) and is taken modulo 2^63."""
 LONGEST_NAME = 64
 """Characters of an unknown parameter's name that are compared with known names, and quoted."""
 MOST_STOPS, LONGEST_STOP = 16, 256
@@ -35,7 +36,7 @@ WORDS = {
 SAMPLING = ("temperature", "top_p", "min_p", "top_k")
 TYPES = {
     str: "model",
-    int: "max_tokens min_tokens seed top_k n",
+    int: "max_tokens min_tokens seed top_k n best_of",
     float: "temperature top_p min_p",
     bool: "stream return_token_ids ignore_eos store",
     dict: "stream_options",
@@ -58,7 +59,7 @@ IGNORED = (
     "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity"
 ).split()
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("best_of", "repetition_penalty"), (1,)),
+    "repetition_penalty": (1,),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
     **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
@@ -139,9 +140,13 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
         if given.get(name, smallest) < smallest:
             message = f"'{name}' must be at least {smallest}; given {given[name]}."
             raise ApiError(400, message, name)
-    seed = given.get("seed")
-    if seed is not None and not 0 <= seed <= LARGEST_SEED:
-        raise ApiError(400, f"'seed' must be 0 to {LARGEST_SEED}; given {seed}.", "seed")
+    choices, seed = given.get("n", 1), given.get("seed")
+    if given.get("best_of", choices) != choices:
+        message = f"'best_of' is supported only as 'n', which is {choices}; leave it out."
+        raise ApiError(400, message, "best_of", "unsupported_parameter")
+    if seed is not None and not ~LARGEST_SEED <= seed <= LARGEST_SEED:
+        message = f"'seed' must be {~LARGEST_SEED} to {LARGEST_SEED}; given {seed}."
+        raise ApiError(400, message, "seed")
     stream, options = given.get("stream", False), given.get("stream_options", {})
     unknown = sorted(set(options) - {*STREAM_OPTIONS})
     if unknown or (options and not stream):
@@ -151,9 +156,9 @@ def parse(kind: str, body: Any, default: SamplingSettings, names: tuple[str, ...
     return Asked(
         kind,
         prompts=(_messages(given),) if kind == CHAT else _prompts(given),
-        choices=given.get("n", 1),
+        choices=choices,
         sampling=_sampling(given, default),
-        seed=seed,
+        seed=None if seed is None else seed % (LARGEST_SEED + 1),
         limit=limit,
         min_tokens=given.get("min_tokens", 0),
         stops=_stops(given),

@@ -399,8 +399,8 @@ class Service:
             raise ApiError(400, message, "chat_template_kwargs")
         try:
             if asked.kind == CHAT:
-                arguments = dict(asked.template)
-                return tuple(render_prompt(tokenizer, prompt, arguments=arguments))
+                given = dict(asked.template)
+                return tuple(render_prompt(tokenizer, prompt, arguments=given, empty=True))
             prompt.encode("utf-8")  # JSON can hold half a surrogate pair, which is not valid text
             return tuple(tokenizer.encode(prompt, add_special_tokens=asked.special))
         except UserError as error:

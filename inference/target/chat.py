@@ -84,11 +84,11 @@ class TurnsDifferError(UserError):
     """The template renders earlier turns differently once others follow."""
 
 
-def check_messages(messages: Any) -> list[Message]:
+def check_messages(messages: Any, empty: bool = False) -> list[Message]:
     """Return `messages` without unknown keys. Raises `UserError`; its message quotes no content.
 
     Content may be a string or a list of OpenAI style text parts, which are joined. A message with
-    tool calls and a tool's result may be empty.
+    tool calls and a tool's result may be empty, and any other with `empty`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise UserError("messages must be a list with at least one {role, content} entry")
@@ -101,7 +101,7 @@ def check_messages(messages: Any) -> list[Message]:
             raise UserError(f"message role {message['role']!r} is not one of {', '.join(ROLES)}")
         extra = _tool_parts(message)
         content = "" if message.get("content") is None and extra else _text(message.get("content"))
-        if not content.strip() and not extra:
+        if not empty and not content.strip() and not extra:
             raise UserError(f"a message of role '{message['role']}' is empty")
         checked.append({"role": message["role"], "content": content, **extra})
     return checked
@@ -112,13 +112,15 @@ def render_prompt(
     messages: Sequence[Mapping[str, object]],
     tools: Sequence[Mapping[str, object]] | None = None,
     arguments: Mapping[str, object] | None = None,
+    empty: bool = False,
 ) -> list[int]:
     """Token ids of a conversation that the assistant continues, generation prompt included. tools:
-    descriptions of the tools it may call; arguments: further values for the template.
+    descriptions of the tools it may call; arguments: further values for the template; empty:
+    whether messages may be.
 
     Raises `UserError` for malformed messages, or messages that end with the assistant's.
     """
-    checked = check_messages(messages)
+    checked = check_messages(messages, empty)
     if checked[-1]["role"] == "assistant":
         raise UserError(
             "a prompt must not end with an assistant message; drop the last one so that the "

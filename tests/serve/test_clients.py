@@ -1,5 +1,5 @@
 """The field's own clients work against `headstart serve` as they are: benchmarks get every answer at
-the length that they ask for, and lm-eval's likelihoods are those of a forward pass."""
+the length that they ask for, and lm-eval's likelihoods and answers are those of transformers."""
 
 from __future__ import annotations
 
@@ -145,6 +145,7 @@ def test_aiperf(address: str, tiny_target: Path, tmp_path: Path) -> None:
             *("--osl", str(LENGTH), "--request-count", str(REQUESTS), "--concurrency", "2"),
             *("--workers-max", "1", "--artifact-dir", str(tmp_path / "aiperf")),
             *("--extra-inputs", "ignore_eos:true", "--extra-inputs", f"min_tokens:{LENGTH}"),
+            "--use-server-token-count",
         ],
         tmp_path,
         offline=False,
@@ -153,6 +154,8 @@ def test_aiperf(address: str, tiny_target: Path, tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert found["request_count"]["avg"] == REQUESTS
     assert not found.get("error_summary")
+    lengths = found["output_sequence_length"]
+    assert (lengths["min"], lengths["max"]) == (LENGTH, LENGTH)
 
 
 def write_tasks(folder: Path) -> list[str]:
@@ -179,6 +182,15 @@ def likelihood(model: Any, tokenizer: Any, before: str, text: str) -> tuple[floa
     return total, bool((logs.argmax(-1) == own).all())
 
 
+def chat_answer(model: Any, tokenizer: Any, text: str) -> str:
+    """The most likely answer of `LENGTH` tokens to a message; by transformers."""
+    talk = [{"role": "user", "content": text}]
+    given = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt")
+    ids = given["input_ids"]
+    found = model.generate(ids, max_new_tokens=LENGTH, do_sample=False)[0, ids.shape[1] :]
+    return str(tokenizer.decode(found, skip_special_tokens=True)).split("\n\n\n")[0]
+
+
 def test_lm_eval_local_completions(address: str, tiny_target: Path, tmp_path: Path) -> None:
     python, tasks = python_of("lm_eval"), write_tasks(tmp_path)
     found = clients.lm_eval(python, "local-completions", address, tiny_target, tasks, tmp_path)
@@ -197,4 +209,7 @@ def test_lm_eval_local_chat_completions(address: str, tiny_target: Path, tmp_pat
     python, tasks = python_of("lm_eval"), write_tasks(tmp_path)[1:]
     found = clients.lm_eval(python, "local-chat-completions", address, tiny_target, tasks, tmp_path)
     assert set(found) == set(tasks)
-    assert all(sample["resps"][0][0] for sample in clients.samples(tmp_path, tasks[0]))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+    for sample, (before, *_) in zip(clients.samples(tmp_path, tasks[0]), ROWS, strict=True):
+        assert sample["resps"][0][0] == chat_answer(model, tokenizer, before)

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 from heads.api.errors import UserError
 from inference.decoding.structured.constraint import Constraint
 from inference.decoding.structured.matcher import Matcher
+from inference.decoding.structured.patterns import string_rules
+from inference.decoding.structured.rewriting import rewritten
 from inference.target.model import TargetModel
 
 MOST_KEPT = 256
@@ -86,13 +88,23 @@ class Grammars:
                 return compiler.compile_regex(text)
             if constraint.kind == "grammar":
                 return compiler.compile_grammar(text)
-            return self._json_compiler.compile_json_schema(
-                text, any_whitespace=constraint.any_whitespace
-            )
-        except RuntimeError as error:
+            return self._json_compiler.compile_grammar(_json_grammar(constraint))
+        except (RuntimeError, UnicodeEncodeError) as error:  # half a surrogate pair
             words = {"json_schema": "JSON schema", "regex": "regular expression"}
             what = words.get(constraint.kind, constraint.kind)
             raise UserError(f"the {what} cannot be used: {_reason(error)}") from error
+
+
+def _json_grammar(constraint: Constraint) -> str:
+    """The grammar of a JSON schema. Its patterns are replaced by rules that xgrammar makes of them
+    alone."""
+    schema, names = rewritten(constraint.text)
+    make = _xgrammar().Grammar
+    grammar = str(make.from_json_schema(schema, any_whitespace=constraint.any_whitespace))
+    for pattern, name in names.items():
+        grammar = grammar.replace(f'Regex("{name}", json_string=true)', name)
+        grammar += string_rules(str(make.from_regex(pattern)), name)
+    return grammar
 
 
 def token_texts(target: TargetModel) -> list[bytes]:
@@ -117,6 +129,6 @@ def _xgrammar() -> Any:
     return xgrammar
 
 
-def _reason(error: RuntimeError) -> str:
+def _reason(error: Exception) -> str:
     """xgrammar's message without its place in xgrammar's sources."""
     return str(error).strip().split(": ", 1)[-1].splitlines()[0]

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from inference.decoding.engine import Engine
+from inference.target.chat import render_prompt
 from tests.inference.server.running import MODEL, Running, offline, serving
 
 SETTINGS: list[dict[str, Any]] = [
@@ -167,6 +168,18 @@ def test_a_conversation_is_rendered_by_the_template(running: Running, engine: En
         model=MODEL, messages=talk, max_tokens=9, temperature=0
     )  # type: ignore[arg-type]
     assert found.choices[0].message.content == offline(engine, talk, max_new_tokens=9)[0]
+
+
+def test_messages_may_be_empty(running: Running, engine: Engine) -> None:
+    """Interfaces send an empty system prompt."""
+    talk: list[Any] = [{"role": "system", "content": ""}, {"role": "user", "content": "Hello"}]
+    found = running.client.chat.completions.create(
+        model=MODEL, messages=talk, max_tokens=9, temperature=0
+    )
+    ids = render_prompt(engine.target.tokenizer, talk, empty=True)
+    assert found.choices[0].message.content == offline(engine, ids, max_new_tokens=9)[0]
+    assert found.usage is not None and found.usage.prompt_tokens == len(ids)
+    assert len(ids) > len(render_prompt(engine.target.tokenizer, talk[1:]))
 
 
 def test_without_a_seed_answers_differ_and_say_theirs(running: Running, engine: Engine) -> None:

@@ -34,6 +34,17 @@ def test_choices_have_their_own_seeds(running: Running, engine: Engine) -> None:
     assert found.usage.prompt_tokens == len(engine._tokens("What is a list?"))
 
 
+def test_a_negative_seed_is_taken_modulo_2_to_the_63(running: Running, engine: Engine) -> None:
+    """`best_of` may be given if it is `n`."""
+    own: dict[str, Any] = {"extra_body": {"best_of": 2}, "seed": -1}
+    found = running.client.chat.completions.create(**SAMPLED, messages=TALK, n=2, **own)
+    seeds = found.headstart["seeds"]  # type: ignore[attr-defined]
+    assert seeds == [(1 << 63) - 1, 0]
+    for choice, seed in zip(found.choices, seeds, strict=True):
+        wanted = offline(engine, TALK, seed, temperature=1.0, max_new_tokens=12)
+        assert choice.message.content == wanted[0]
+
+
 def test_a_stream_names_the_choice_of_every_part(running: Running) -> None:
     asked: dict[str, Any] = {**SAMPLED, "messages": TALK, "n": 3, "seed": 4, "stop": ["e"]}
     whole = running.client.chat.completions.create(**asked)

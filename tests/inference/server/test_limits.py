@@ -36,7 +36,7 @@ def nested(levels: int) -> Any:
 BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"n": 0}, 400, "n", "at least 1; given 0"),
     ({"n": 1000}, 400, "n", "at once. Ask in several requests"),
-    ({"best_of": 2}, 400, "best_of", "'best_of' is not supported"),
+    ({"best_of": 2}, 400, "best_of", "'best_of' is supported only as 'n', which is 1"),
     ({"min_tokens": -1}, 400, "min_tokens", "at least 0"),
     ({"min_tokens": 4}, 400, "min_tokens", "is 4, more than the 3 of 'max_tokens'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
@@ -51,7 +51,8 @@ BAD: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"max_tokens": 0}, 400, "max_tokens", "at least 1"),
     ({"max_tokens": 500}, 400, "max_tokens", "128 positions"),
     ({"max_tokens": True}, 422, "max_tokens", "whole number"),
-    ({"seed": -1}, 400, "seed", "must be 0 to"),
+    ({"seed": 1 << 63}, 400, "seed", f"must be -{1 << 63} to {(1 << 63) - 1}"),
+    ({"seed": ~(1 << 63)}, 400, "seed", "must be -"),
     ({"stop": [1]}, 422, "stop", "must be text"),
     ({"stop": ""}, 400, "stop", "1 to 256 characters"),
     ({"stream": "yes"}, 422, "stream", "true or false"),

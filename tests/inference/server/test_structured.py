@@ -93,10 +93,21 @@ def test_constrained_and_free_requests_run_together(running: Running) -> None:
 
 
 def test_a_json_object(running: Running) -> None:
-    found = ask(running, {"response_format": {"type": "json_object"}}).choices[0]
-    assert found.message.content.startswith("{")
-    if found.finish_reason == "stop":
-        assert isinstance(json.loads(found.message.content), dict)
+    choices = [
+        ask(running, {"response_format": {"type": "json_object"}}, seed).choices[0]
+        for seed in range(4)
+    ]
+    assert all(choice.message.content.startswith("{") for choice in choices)
+    assert any(choice.message.content.startswith('{"') for choice in choices)
+    ended = [choice.message.content for choice in choices if choice.finish_reason == "stop"]
+    assert all(isinstance(json.loads(text), dict) for text in ended)
+
+
+def test_an_object_that_needs_a_key_has_one(running: Running) -> None:
+    schema = {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "minProperties": 1}
+    for seed in range(3):
+        (choice,) = ask(running, {"guided_json": schema}, seed).choices
+        assert choice.message.content.startswith(('{"a": ', '{"b": '))
 
 
 def test_completions_take_it_as_well(running: Running) -> None:
@@ -123,6 +134,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": '{"required": [1, "a"]}'}, "guided_json", "wrong type"),
     ({"guided_json": '{"allOf": 5}'}, "guided_json", "wrong type"),
     ({"guided_json": '{"properties": {"\\ud800": 3}}'}, "guided_json", "?"),
+    ({"guided_json": '{"type": "string", "pattern": "\\ud800"}'}, "guided_json", "surrogates"),
+    ({"guided_json": {"minItems": 2}}, "guided_json", "'minItems' without type"),
     ({"guided_regex": "(("}, "guided_regex", "parenthesis"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "cannot be kept"),
     ({"guided_grammar": 'x ::= "a"'}, "guided_grammar", "root"),
