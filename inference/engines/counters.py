@@ -23,6 +23,10 @@ from heads.api.errors import UserError
 
 ANSWERED = ("stop", "length")
 """Outcomes of answered requests, for engines that distinguish outcomes."""
+FIGURES = ("metrics", "headstart", "timings")
+"""Fields of a response that may hold figures of speculation."""
+QUOTED = 300
+"""Most characters of them that an error quotes."""
 
 
 @dataclass(frozen=True)
@@ -296,12 +300,6 @@ def of_response(content: Mapping[str, object]) -> tuple[str, str, Acceptance] | 
             f"{str(found)[:QUOTED]}. Serve with an engine that writes them as docs/serving.md says "
             "(vLLM: --per-request-spec-decode-metrics=detailed), or without them."
         ) from error
-
-
-FIGURES = ("metrics", "headstart", "timings")
-"""Fields of a response that may hold figures of speculation."""
-QUOTED = 300
-"""Most characters of them that an error quotes."""
 
 
 def _figures(content: Mapping[str, object]) -> tuple[str, str, Acceptance] | None:

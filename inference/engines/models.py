@@ -1,5 +1,5 @@
-"""Names of models: whether a server's model may be another one by its Hub id, path or served
-name."""
+"""Names of models: whether a server's model may be another one by its Hub id, path or served name,
+and how messages name it."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def last_name(model: str) -> str:
     """The last part of a Hub id or a path, in lower case."""
     cached = re.search(r"models--(?:.+?--)?([^/]+)/snapshots/", model)
     return (cached[1] if cached else model.rstrip("/").rpartition("/")[2]).lower()
+
+
+def described(served: Served) -> str:
+    """A served model in words: its name and what it was loaded from."""
+    name = f"'{served.name}' " if served.name else ""
+    where = f"from '{served.root}'" if served.root else ""
+    return f"{name}{where}".rstrip() or "one that it does not name"

@@ -153,7 +153,9 @@ def markdown(content: Facts, found: Report) -> list[str]:
         "published ranges are about (scripts/assets/domains.py): translation carries parameters "
         "from one docstring notation into another, chat is conversations of three turns, "
         "structured output follows a JSON schema, creative prompts ask for what no document says. "
-        "The ranges are those of serving guides, for large targets and their drafters.",
+        "The ranges are those of serving guides, for large targets and their drafters. Rows with a "
+        "device and commit of their own in domains.json are of another run; every speedup is a "
+        "ratio within its run.",
         "",
         *conditions,
         "",

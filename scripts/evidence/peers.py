@@ -9,9 +9,8 @@ library keeps its own recipe (the layers of the target that it reads, its loss, 
 norms, and what it trains: P-EAGLE its embedding); ours is that of conf/head. Both sweep the same
 learning rates (the library for Muon and for AdamW alike), and each keeps the rate with the best
 mean tau on the validation prompts at temperatures 0 and 1. That rate is trained with two further
-seeds. Our decoder decodes the three drafters of both sides on other
-prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the
-target's distribution.
+seeds. Our decoder decodes the three drafters of both sides on other prompts: chains of 3, 5 and 7,
+at temperature 0 and at 1, there by every rule that keeps the target's distribution.
 
 The library's own validation loss, on the target's greedy answers to the validation prompts, is
 recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
@@ -275,10 +274,10 @@ def markdown(content: Facts) -> list[str]:
         "",
         f"speculators {VERSION} by its own recipe, Headstart by that of conf/head; the same "
         f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, {content['settings']['dtype']}, "
-        f"equal layers, blocks and anchors ({ANCHORS} blocks a step; P-EAGLE: 4 layers, 8 depths, "
-        f"all positions). Both tried the rates {', '.join(f'{rate:g}' for rate in RATES)}, and "
-        "each kept the one with the best mean tau on the validation prompts at temperatures 0 and "
-        "1; three seeds. A rate marked as edge is the first or last one tried, and one beyond it "
+        f"equal numbers of layers, blocks and anchors ({ANCHORS} a step; P-EAGLE: 4 layers, "
+        "8 depths, all positions). Both tried the rates "
+        f"{', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one with the best "
+        "mean tau on the validation prompts at temperatures 0 and 1; three seeds. A rate marked as edge is the first or last one tried, and one beyond it "
         "may be better. All drafters are decoded by Headstart, on prompts that neither side saw. "
         f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`; all "
         "figures: peers.json.",

@@ -3,6 +3,7 @@ xgrammar, and only if there is a constraint."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from inference.decoding.structured.patterns import string_rules
 from inference.decoding.structured.rewriting import rewritten
 from inference.target.model import TargetModel
 
+KNOWN = "0.2.8"
+"""The version of xgrammar by which the text of its grammars is known."""
 MOST_KEPT = 256
 """Most compiled grammars that are kept; the least recently used one is dropped first."""
 CONTROL = frozenset(range(0x20)) - {*b"\n\r"}
@@ -97,12 +100,19 @@ class Grammars:
 
 def _json_grammar(constraint: Constraint) -> str:
     """The grammar of a JSON schema. Its patterns are replaced by rules that xgrammar makes of them
-    alone."""
+    alone. Raises `UserError` if xgrammar prints the patterns' places in another way: their names
+    would be written in place of a text."""
     schema, names = rewritten(constraint.text)
     make = _xgrammar().Grammar
     grammar = str(make.from_json_schema(schema, any_whitespace=constraint.any_whitespace))
     for pattern, name in names.items():
-        grammar = grammar.replace(f'Regex("{name}", json_string=true)', name)
+        place = f'Regex("{name}", json_string=true)'
+        if grammar.count(place) != len(re.findall(rf"{name}\b", grammar)):
+            raise UserError(
+                "this version of xgrammar writes the patterns of a schema in a form that is not "
+                f"known here. Install xgrammar=={KNOWN}, or leave 'pattern' and 'format' out."
+            )
+        grammar = grammar.replace(place, name)
         grammar += string_rules(str(make.from_regex(pattern)), name)
     return grammar
 

@@ -46,6 +46,7 @@ from inference.engines.counters import (
     of_response,
     read_look,
 )
+from inference.engines.models import described
 from inference.measure.prompts import Prompt
 from inference.measure.serving.config import ServingConfig
 from inference.measure.serving.structure import constraint_fields
@@ -295,7 +296,7 @@ class Side:
         if (now.name, now.root) != (before.name, before.root):
             raise UserError(
                 f"{endpoint.setting}: {endpoint.base} was started again with another model: "
-                f"{_described(now)}; before: {_described(before)}. Serve the earlier one and "
+                f"{described(now)}; before: {described(before)}. Serve the earlier one and "
                 "repeat the command to continue, or measure this one under another measure.name."
             )
 
@@ -368,11 +369,6 @@ def _fell(now: Look, before: Look) -> bool:
     except ResetError:
         return True
     return False
-
-
-def _described(served: Served) -> str:
-    """A model by its name and what it was loaded from."""
-    return f"'{served.name}'" + (f" from '{served.root}'" if served.root else "")
 
 
 def told(answer: Answer) -> Acceptance | None:

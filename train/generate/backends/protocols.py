@@ -217,10 +217,3 @@ def served_in(answer: Json) -> list[Served]:
         for row in (rows if isinstance(rows, list) else [])
         if isinstance(row, dict) and row.get("id")
     ]
-
-
-def described(served: Served) -> str:
-    """A model in words."""
-    name = f"'{served.name}' " if served.name else ""
-    where = f"from '{served.root}'" if served.root else ""
-    return f"{name}{where}".rstrip() or "one that it does not name"

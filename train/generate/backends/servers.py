@@ -31,7 +31,7 @@ import httpx
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
 from inference.engines.client import LONGEST_WAIT, PROBE, Served, asked_wait
-from inference.engines.models import same_model
+from inference.engines.models import described, same_model
 from inference.target.loading import TargetConfig
 from train.features.servers import FailureError
 from train.generate.backends import protocols
@@ -287,7 +287,7 @@ class ServerPool:
                 "the server at %s serves %s, but the target is '%s', as whose answers its own are "
                 "stored. If that is not the target by another name, or a copy of it, serve the "
                 "target, or set target.path to what is served",
-                *(server.address, protocols.described(served), target),
+                *(server.address, described(served), target),
             )
 
     def _look_again(self, server: Server) -> bool:
@@ -301,8 +301,8 @@ class ServerPool:
                 now, before = self._named(server.address, server.protocol, self._ask), server.served
                 if now != before:
                     raise UserError(
-                        f"it was started again with another model: {protocols.described(now)}; "
-                        f"before: {protocols.described(before)}. Serve the earlier one."
+                        f"it was started again with another model: {described(now)}; "
+                        f"before: {described(before)}. Serve the earlier one."
                     )
                 self._probe(server, self._ask)
                 server.doubtful = False

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,3 +296,19 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.compile(two) is not first and own.compile(one) is first
     own.compile(three)  # `two` is the one used longest ago
     assert own.compile(one) is first and two not in own._compiled
+
+
+def test_a_grammar_in_an_unknown_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = grammars._xgrammar().Grammar
+
+    class Printed:
+        """xgrammar's grammars, printed as another version might."""
+
+        @staticmethod
+        def from_json_schema(*given: Any, **options: Any) -> str:
+            return str(own.from_json_schema(*given, **options)).replace("Regex(", "Pattern(")
+
+    monkeypatch.setattr(grammars, "_xgrammar", lambda: SimpleNamespace(Grammar=Printed))
+    schema = json.dumps({"type": "string", "pattern": "a+"})
+    with pytest.raises(UserError, match=r"this version of xgrammar .* Install xgrammar==0\.2\.8"):
+        grammars._json_grammar(Constraint("json_schema", schema))
