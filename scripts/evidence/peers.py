@@ -276,9 +276,10 @@ def markdown(content: Facts) -> list[str]:
         f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, {content['settings']['dtype']}, "
         f"equal numbers of layers, blocks and anchors ({ANCHORS} a step; P-EAGLE: 4 layers, "
         "8 depths, all positions). Both tried the rates "
-        f"{', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one with the best "
-        "mean tau on the validation prompts at temperatures 0 and 1; three seeds. A rate marked as edge is the first or last one tried, and one beyond it "
-        "may be better. All drafters are decoded by Headstart, on prompts that neither side saw. "
+        f"{', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one with the best mean tau "
+        "on the validation prompts at temperatures 0 and 1; three seeds. A rate marked as edge is "
+        "the first or last one tried, and one beyond it may be better. All drafters are decoded by "
+        "Headstart, on prompts that neither side saw. "
         f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`; all "
         "figures: peers.json.",
         "",
