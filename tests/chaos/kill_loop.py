@@ -63,11 +63,13 @@ def kill_and_compare(
             break
         places.append(place)
     finish(overrides, killed)
+    differing = differences(timeless(summary(calm)), timeless(summary(killed)))
     return {
         "kills": len(places),
         "places": places,
         "same_weights": weights(calm) == weights(killed),
-        "same_summary": timeless(summary(calm)) == timeless(summary(killed)),
+        "same_summary": not differing,
+        "differing": differing,
         "rounds": len(summary(calm)["rounds"]),
         "calm_seconds": lasted,
     }
@@ -155,11 +157,23 @@ def timeless(content: Any) -> Any:
     return content
 
 
+def differences(ours: Any, theirs: Any, place: str = "loop.json") -> list[str]:
+    """Where two contents differ: a line with the place and both values for each."""
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        pairs = ((f"{place}.{key}", ours[key], theirs[key]) for key in ours)
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = ((f"{place}[{n}]", *both) for n, both in enumerate(zip(ours, theirs, strict=True)))
+    else:
+        return [] if ours == theirs else [f"{place}: {ours!r}, killed {theirs!r}"]
+    return [line for where, mine, other in pairs for line in differences(mine, other, where)]
+
+
 def report(given: argparse.Namespace) -> None:
     """Kill a small loop on the embedded target and put the result into docs/reports/loop.json."""
     folder = Path(tempfile.mkdtemp(prefix="headstart-kills-"))
     try:
         found = {"settings": FEW, **kill_and_compare(FEW, folder, given.kills)}
+        del found["differing"]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     rounds.write({**read_json(REPORTS / "loop.json"), "killed": found})

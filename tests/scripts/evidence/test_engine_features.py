@@ -49,7 +49,7 @@ def test_the_report_on_the_smallest_target(
         assert facts["relative"] <= facts["largest"] < 1e-5
     (row,) = content["rows"]
     assert row["head"] == "eagle3"
-    assert row["ours"]["tau"] == pytest.approx(row["theirs"]["tau"], abs=0.2)
+    assert row["online"]["tau"] == pytest.approx(row["vllm"]["tau"], abs=0.2)
     assert 0 < row["parity"]["worst"] <= row["parity"]["allowed"]
     assert "| eagle3 | float32 | 1 |" in out.with_suffix(".md").read_text()
     assert engine_features.main(words) == 0
