@@ -50,6 +50,7 @@ def micro_loop(folder: Path) -> list[str]:
         f"bench.prompts={folder / 'bench.jsonl'}",
         "bench.warmup_prompts=1",
         "bench.repeats=1",
+        "bench.retries=0",
         "measure.kinds=[]",
         "loop.rounds=3",
         "loop.round.checked_answers=3",

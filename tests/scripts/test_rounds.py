@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
@@ -148,6 +149,8 @@ def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> 
         64,
     )
     assert found.resolved["measure"]["drafters"] == ["some/best"]
+    # what a round is judged by does not depend on how busy the machine is
+    assert (found.bench.repeats, found.bench.retries) == (1, 0)
     with pytest.raises(
         UserError, match=r"train\.prompts names 2 files, but a round is judged on one"
     ):
@@ -245,6 +248,27 @@ def test_a_training_costs_its_setup_and_every_process(tmp_path: Path) -> None:
 
 
 # How the loop goes on
+
+
+def test_the_loops_own_process_has_the_threads_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A repeated loop, whose first stages are complete, decodes as one that ran them."""
+    threads: list[int] = []
+
+    def first_round(rounds: Rounds, number: int) -> RoundRecord:
+        threads.append(torch.get_num_threads())
+        raise UserError("no further")
+
+    monkeypatch.setattr(Rounds, "play", first_round)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(UserError, match="no further"):
+            Rounds(settings("run.threads=1", f"run.root={tmp_path}")).run()
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1]
 
 
 def gained(tau: float, low: float, high: float) -> Gain:

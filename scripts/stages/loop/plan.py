@@ -230,8 +230,9 @@ class RoundPlan:
         self, number: int, checkpoints: Sequence[str], folder: Path | None = None
     ) -> Settings:
         """The measurement that judges a round's drafter, or other checkpoints in the same way. It
-        compares tau, for which one repeat is enough. folder: the run of the checkpoints; None: the
-        round's."""
+        compares tau, for which one repeat is enough; a repeat on account of a busy machine would
+        make the counts of the audit depend on the clock. folder: the run of the checkpoints; None:
+        the round's."""
         judge, prompts = self.settings.loop.round.judge, self.validation()
         if len(prompts) != 1 and not self.judge_has_prompts:
             raise UserError(
@@ -240,7 +241,7 @@ class RoundPlan:
             )
         more = ["bench.prompts=''", "bench.compare_noise=false", *judge]
         more += self.own("measure", number)
-        before = ["bench=jsonl", "bench.repeats=1"]
+        before = ["bench=jsonl", "bench.repeats=1", "bench.retries=0"]
         found = self.settings.derive("measure", self.recipe, before=before, more=more)
         if not found.bench.prompts:
             found = found.put(bench=replace(found.bench, prompts=prompts[0]))

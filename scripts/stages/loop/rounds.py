@@ -25,7 +25,7 @@ from inference.target.model import TargetModel
 from inference.writers import only_writer
 from scripts.config.schema import Settings
 from scripts.run.folder import name_of, named_file, read_record
-from scripts.run.process import shown
+from scripts.run.process import prepare_process, shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, begin, place
 from scripts.stages.loop.speed import measure_generation
@@ -85,6 +85,8 @@ class Rounds:
         """Run all rounds that the settings allow, keep the best one as the run's drafter, and
         return the record."""
         self.require_own_place()
+        # this process decodes too, even where a round's stages are complete and prepare nothing
+        prepare_process(self.settings.run)
         ended_by = ""
         while not ended_by:
             number = len(self.done)
