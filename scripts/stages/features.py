@@ -4,7 +4,8 @@ trainings elsewhere.
 Writing: <run>/features/<format>/ contains everything that `head` (and features.heads) reads of the
 target. If the same command runs in several processes, started by a launcher or by hand, they share
 the work. If it is repeated, it writes what is missing. Serving (features.serve=true): a feature
-server runs until it is stopped. features.source=vllm: vLLM servers run the target in both cases.
+server runs until it is stopped. features.source=vllm or sglang: servers of that engine run the
+target in both cases.
 """
 
 from __future__ import annotations

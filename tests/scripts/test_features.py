@@ -172,3 +172,21 @@ def test_a_store_from_vllm_takes_a_server_and_names_the_command_that_starts_one(
     manifest = read_manifest(tmp_path / "store", "features")
     assert manifest["identity"]["source"] == "vllm"
     assert not any(states.iterdir())
+
+
+def test_a_store_from_sglang_takes_a_server_and_heads_that_read_the_last_state_alone(
+    micro: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command(micro, tmp_path, "features.source=sglang")
+    assert main(words) == 2
+    assert "SGLang servers return only the target's last hidden state" in capsys.readouterr().err
+    words = [word for word in words if not word.startswith("head")] + ["head=medusa"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"sglang.launch_server --model-path {micro / 'target'} --dtype float32 " in said
+    target = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
+    with vllm_stub.serving(target, tmp_path / "unused", longest=71) as stub:
+        words += [f"features.servers=[{stub.address}]", "features.trainer_target=parts"]
+        assert main(words) == 0
+    assert "Train on it with features=store features.source=sglang" in capsys.readouterr().out
+    assert read_manifest(tmp_path / "store", "features")["identity"]["source"] == "sglang"

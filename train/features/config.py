@@ -33,16 +33,17 @@ from train.features.store.layout import Identity
 class FeaturesConfig:
     """How features reach the trainer, and how they are stored or served."""
 
-    mode: Literal["online", "store", "remote", "group", "vllm", "responses"] = "online"
+    mode: Literal["online", "store", "remote", "group", "vllm", "sglang", "responses"] = "online"
     """online: the frozen target runs in the training process. store: `headstart features` has
     written them or is writing them. remote: feature servers compute them. group: some processes of
     the same launch compute them. vllm: vLLM servers compute them and leave them as files.
-    responses: servers computed them while they generated the responses, and they were stored with
-    these (sampling.states)."""
-    source: Literal["target", "vllm", "responses"] = "target"
+    sglang: SGLang servers compute the last hidden state and return it in their answers. responses:
+    servers computed them while they generated the responses, and they were stored with these
+    (sampling.states)."""
+    source: Literal["target", "vllm", "sglang", "responses"] = "target"
     """store, `headstart features`: what computes the features. target: the process that writes or
-    serves them; vllm: the vLLM servers in features.servers; responses: the servers that generated
-    the responses. For a training, set the source of its store."""
+    serves them; vllm, sglang: the servers of that engine in features.servers; responses: the
+    servers that generated the responses. For a training, set the source of its store."""
     trainer_target: Literal["whole", "parts"] = "whole"
     """All modes but online: the part of the target that a trainer holds. whole: all of it, so that
     checkpoints are chosen by decoding with them. parts: only embedding and LM head (and the final
@@ -52,8 +53,8 @@ class FeaturesConfig:
     """store: folder of the store; empty: features/<format> next to the folder of the answers, or
     features/<source>_<format> if features.source is not target."""
     format: str = "bf16"
-    """All modes but online: format in which states are stored or sent (for vllm and responses: sent
-    to the training step): bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
+    """All modes but online: format in which states are stored or sent (for vllm, sglang and
+    responses: sent to the training step): bf16, fp32, fp8, int8 or int4 (docs/features.md)."""
     top_logits: Size = 0
     """Number of the target's largest logits to keep in place of its last hidden state; 0: keep the
     last hidden state, from which all logits follow exactly. For kinds that read it only for the
@@ -74,8 +75,8 @@ class FeaturesConfig:
     ahead: Count = 2
     """All modes but online: number of steps for which features are fetched ahead."""
     servers: tuple[str, ...] = ()
-    """remote, vllm: addresses of the servers, as http://host:port or https://host:port; requests go
-    to each in turn."""
+    """remote, vllm, sglang: addresses of the servers, as http://host:port or https://host:port;
+    requests go to each in turn."""
     states: str = "/dev/shm/headstart-states"
     """vllm: folder in which the servers leave states, as this machine sees it. Files are deleted
     after they are read."""
@@ -83,17 +84,18 @@ class FeaturesConfig:
     """vllm: layers whose states the servers leave, ascending, including the target's last one;
     empty: those that the heads read and the last one."""
     concurrency: Count = 16
-    """vllm: number of documents that a process requests from each server at once; features.states
-    holds at most as many files."""
+    """vllm, sglang: number of documents that a process requests from each server at once; for vllm
+    features.states holds at most as many files."""
     ssl_cafile: str = ""
-    """remote, vllm: PEM file of the authorities that verify https servers; empty: the system's."""
+    """remote, vllm, sglang: PEM file of the authorities that verify https servers; empty: the
+    system's."""
     token_variable: str = "HEADSTART_FEATURES_TOKEN"
-    """remote, vllm: environment variable with the token that servers require."""
+    """remote, vllm, sglang: environment variable with the token that servers require."""
     timeout_seconds: Timeout = 60.0
-    """remote, vllm, group: seconds to wait for one answer."""
+    """remote, vllm, sglang, group: seconds to wait for one answer."""
     retries: Count = 5
-    """remote, vllm: how often a request is retried, each time with the next server and after a
-    longer pause."""
+    """remote, vllm, sglang: how often a request is retried, each time with the next server and
+    after a longer pause."""
     serve: bool = False
     """`headstart features`: serve features instead of writing a store."""
     host: str = "127.0.0.1"
@@ -141,6 +143,15 @@ class FeaturesConfig:
             )
         return value
 
+    def require_returned(self, needs: FeatureSpec) -> None:
+        """Raise `UserError` for features that SGLang servers do not return."""
+        if "sglang" in (self.mode, self.source) and needs.taps:
+            raise UserError(
+                "SGLang servers return only the target's last hidden state, but the heads read "
+                f"its layers {list(needs.taps)}: use features=vllm, or features.source=vllm for a "
+                "store."
+            )
+
     def form(self, info: TargetInfo) -> Form:
         """How states are stored or sent; raises `UserError` if that many logits cannot be
         distinguished from a hidden state."""
@@ -163,7 +174,8 @@ class FeaturesConfig:
         domains: tuple[str, ...] = (),
     ) -> Identity:
         """The identity of a store that serves `needs` on answers (of `domains`; empty: all) in rows
-        of `length` tokens."""
+        of `length` tokens. Raises `UserError` for features that the source does not have."""
+        self.require_returned(needs)
         last = needs.last_hidden or needs.logits
         top = self.top_logits if last else 0
         trained = (file_sha256(answers / MANIFEST_FILE), length, info.revision, info.tokenizer_hash)

@@ -75,7 +75,7 @@ def make_features(
         raise UserError(
             "train.on_policy.share is above 0, so that rows change while they are trained, but "
             f"features.mode={config.mode} deals features of rows that were known beforehand. Use "
-            "features.mode=online, remote, vllm or group."
+            "features.mode=online, remote, vllm, sglang or group."
         )
     form, precision = config.form(target.info), precision_of(dtype, target.dtype)
     source: Source
@@ -88,7 +88,7 @@ def make_features(
     elif config.mode == "remote":
         client, threads = RemoteClient(config, target.info, precision, needs), len(config.servers)
         source = ThreadedSource(client.fetch, form, 2 * threads, client.stop, pinned)
-    elif config.mode in ("vllm", "responses"):
+    elif config.mode in ("vllm", "sglang", "responses"):
         length = loader.data.sequence_length
         engine = document_target(config, answers, target, needs, length)
         fetch = partial(fetch_from, engine, dtype, wire.Ask.of(needs, form))

@@ -315,6 +315,7 @@ def target_pass(
         "store": "beforehand, once over all tokens, to make the store; that is not in the time",
         "remote": "on feature servers; neither their time nor their memory is counted",
         "vllm": "on vLLM servers; neither their time nor their memory is counted",
+        "sglang": "on SGLang servers; neither their time nor their memory is counted",
         "responses": "beforehand, on the servers that generated the responses",
         "group": f"in the last {division.targets} of {division.size} processes, ahead of the "
         f"{division.trainers} that train; the time has what these wait for it",

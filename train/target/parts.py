@@ -65,8 +65,8 @@ def refuse_parts(job: TrainingJob) -> None:
     wishes = (
         (
             job.features.mode == "online",
-            "features.mode=online runs them in every trainer (features=store, remote, vllm or "
-            "group)",
+            "features.mode=online runs them in every trainer (features=store, remote, vllm, "
+            "sglang or group)",
         ),
         (
             config.eval_every > 0,

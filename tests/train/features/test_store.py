@@ -489,7 +489,7 @@ def test_what_does_not_fit_is_refused_in_words(micro: Path, exact: Path, tmp_pat
         write(job(micro, tmp_path / "x", ("ngram", "ngram", get_kind("ngram").config_class())))
     with pytest.raises(
         UserError,
-        match=r"train\.on_policy\.share is above 0.*features\.mode=online, remote, vllm or group",
+        match=r"train\.on_policy\.share is above 0.*features\.mode=online, remote, vllm, sglang or group",
     ):
         make_features(
             FeaturesConfig(mode="store"),

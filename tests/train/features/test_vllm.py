@@ -396,7 +396,7 @@ def test_a_server_that_does_not_fit_is_refused_with_the_command_that_would(
 
     command = r"[\s\S]*vllm serve .*extract_hidden_states"
     refused("leaves no states: it has no connector" + command, connector=False)
-    refused(r"takes 63 tokens and one more, but documents may have 64" + command, longest=64)
+    refused(r"takes 63 tokens and 1 more, but documents may have 64" + command, longest=64)
     refused(r"states \[tokens, layers, hidden\] of .* 2, .*not of .* 3, " + command, layers=(0, 2))
     refused(r"differ from the target's at layer 1 \(by \d+%\)" + command, layers=(0, 0, 2))
     refused(r"another log-probability than its states do", layers=(0, 1, 1))

@@ -1,5 +1,6 @@
-"""A stand-in for vLLM's server with a connector of hidden states: its API over HTTP, and files and
-locks as `ExampleHiddenStatesConnector` leaves them; a real target computes the states."""
+"""A stand-in for an engine's server of hidden states; a real target computes the states. For vLLM:
+its API over HTTP, and files and locks as `ExampleHiddenStatesConnector` leaves them. For SGLang: the
+states in the answer of /generate, as the source of sglang 0.5.23 writes them."""
 
 from __future__ import annotations
 
@@ -21,6 +22,10 @@ from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
 from train.features.vllm.states_file import NAME
 
+UNPREPARED = (
+    "The server is not configured to return hidden states. Please set "
+    "`--enable-return-hidden-states`."
+)
 PASS = threading.Lock()
 """Stubs may have one target together."""
 
@@ -31,8 +36,9 @@ class Stub:
     (of the file), "late" (the file comes after the answer), "other" (states of another text),
     "foreign" (the name of somebody else's file), "another" (answer and states of another text),
     "aborted" (answer and file come half a second later), "paused" (the engine ends the request
-    without a token); or a function: what happens to the server,
-    whose connection is then cut."""
+    without a token); of /generate: "cached" (the first tokens have no states), "null" (in place of a
+    number), "infinite" (a number), "stateless", "words" (no JSON), "other" as above; or a
+    function: what happens to the server, whose connection is then cut."""
 
     def __init__(
         self, target: TargetModel, folder: Path, layers: tuple[int, ...], **more: Any
@@ -41,6 +47,7 @@ class Stub:
         self.faults: list[int | str | Callable[[], None]] = []
         self.requests: list[list[int]] = []
         self.token, self.connector, self.longest, self.fp8 = "", True, 65, False
+        self.flag, self.width = True, None  # --enable-return-hidden-states; numbers of a state
         self.root = "models/served"
         self.encode = target.tokenizer.encode
         vars(self).update(more)
@@ -68,7 +75,7 @@ class Stub:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if stub.allowed(self):
-                    stub.answer(self, body)
+                    (stub.generate if self.path == "/generate" else stub.answer)(self, body)
 
         class Server(ThreadingHTTPServer):
             allow_reuse_address = daemon_threads = True
@@ -132,6 +139,38 @@ class Stub:
                 time.sleep(0.2)
                 path.write_bytes(content)
 
+    def generate(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        """One answer of SGLang's, as the next fault says."""
+        prompt, limit = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        with self._lock:
+            self.requests.append(prompt)
+            fault = self.faults.pop(0) if self.faults else ""
+        if not self.flag:
+            return reply(handler, 400, {"error": {"message": UNPREPARED}})
+        if self.failed(handler, fault, prompt):
+            return None
+        if fault == "words":
+            return reply(handler, 200, "warming up")
+        assert limit == 1 and body["return_hidden_states"] is True and body["return_logprob"]
+        _, last, logprob, token = self.step(prompt)
+        if fault == "other":
+            last = self.step(prompt[::-1])[1]
+        rows: list[list[Any]] = last[:, : self.width].tolist()
+        if fault in ("null", "infinite"):
+            rows[0][0] = None if fault == "null" else 1e999
+        meta = {
+            "id": "3f0c",
+            "finish_reason": {"type": "length", "length": 1},
+            "prompt_tokens": len(prompt),
+            "input_token_logprobs": [],
+            "output_token_logprobs": [[logprob, token, None]],
+            "completion_tokens": 1,
+            "cached_tokens": 0,
+        }
+        if fault != "stateless":
+            meta["hidden_states"] = [rows[2 if fault == "cached" else 0 :]]
+        return reply(handler, 200, {"text": "x", "output_ids": [token], "meta_info": meta})
+
     def failed(
         self,
         handler: BaseHTTPRequestHandler,
@@ -159,7 +198,7 @@ class Stub:
         """States [N, L, H] of prompt and answer, and the choice of a greedy completion."""
         said, logprobs, ends = list[int](), list[float](), self.target.eos_token_ids
         while len(said) < limit and not {*said[-1:]} & {*ends}:
-            states, logprob, token = self.step([*prompt, *said])
+            states, _, logprob, token = self.step([*prompt, *said])
             said.append(token)
             logprobs.append(logprob)
         stopped = said[-1] in ends
@@ -171,8 +210,9 @@ class Stub:
             "logprobs": {"token_logprobs": logprobs},
         }
 
-    def step(self, text: list[int]) -> tuple[torch.Tensor, float, int]:
-        """States [N, L, H] of a text, and the likeliest next token with its log-probability."""
+    def step(self, text: list[int]) -> tuple[torch.Tensor, torch.Tensor, float, int]:
+        """States [N, L, H] and last hidden states [N, H] of a text, and the likeliest next token
+        with its log-probability."""
         tokens = torch.tensor([text])
         positions = torch.arange(len(text))[None]
         with PASS, torch.no_grad():
@@ -184,7 +224,7 @@ class Stub:
             assert last is not None
             logprob, token = self.target.weights.logits(last[0, -1:]).log_softmax(-1).max(-1)
         states = taps[0][:, [there.index(layer) for layer in self.layers]]
-        return states, float(logprob), int(token)
+        return states, last[0], float(logprob), int(token)
 
 
 def in_fp8(states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -206,8 +246,8 @@ def held(path: Path) -> Iterator[Any]:
         os.close(handle)
 
 
-def reply(handler: BaseHTTPRequestHandler, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
+def reply(handler: BaseHTTPRequestHandler, status: int, content: dict[str, Any] | str) -> None:
+    body = (content if isinstance(content, str) else json.dumps(content)).encode()
     with suppress(OSError):  # a client that has given up
         handler.send_response(status)
         handler.send_header("Content-Length", str(len(body)))

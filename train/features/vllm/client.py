@@ -1,11 +1,7 @@
 """Documents' states from vLLM servers: a request for each, and the file that the server leaves.
 
-A request has the document as prompt and asks for one greedy token. The answer holds that token and
-its log-probability; the document's last state, through the target's final norm and LM head, must
-give the same. This check of every document finds states of another text, another model or another
-layer. Before its first document, and again after a failure, since it may have been restarted, a
-server is checked more closely: vocabulary, lengths and, if the trainer holds the whole target,
-every layer.
+A request has the document as prompt and asks for one greedy token, by which the document is checked
+(`train.features.engine_client`). A server's vocabulary is checked with it, by a short text.
 
 Legend: N tokens, L layers, H hidden.
 """
@@ -14,45 +10,25 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import secrets
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
-from pydantic import AliasPath, BaseModel, Field, ValidationError
+from pydantic import AliasPath, BaseModel, Field
 from torch import Tensor
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from heads.api.reading import parse_json
-from inference.engines.client import PROBE
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
-from train.features.servers import Address, FailureError, Servers
+from train.features.engine_client import MOST_AROUND, TOKEN_BYTES, EngineClient
+from train.features.servers import Address, FailureError
 from train.features.vllm.command import layers_of, serve_command
-from train.features.vllm.last_state import agrees, gap
+from train.features.vllm.last_state import gap
 from train.features.vllm.states_file import NAME, evict_of, read_states, require_room, sweep
 from train.generate.backends.protocols import same_tokenizer
-
-MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
-"""Bytes that an answer may have besides its tokens, and per token."""
-LONGEST_LOOK = 10.0
-"""Seconds for a server's list of models, which also a busy one answers at once."""
-LAYER_GAP = 0.1
-"""Largest relative difference of a layer's states to the target's own."""
-
-
-class Listed(BaseModel):
-    """The part of /v1/models that is read: the first entry is the model that all others adapt."""
-
-    name: Annotated[str, Field(validation_alias=AliasPath("data", 0, "id"))]
-    longest: Annotated[int, Field(validation_alias=AliasPath("data", 0, "max_model_len"))]
 
 
 class Answer(BaseModel):
@@ -70,10 +46,12 @@ class Answer(BaseModel):
     ] = None
 
 
-class VllmClient:
+class VllmClient(EngineClient):
     """States from the vLLM servers of `config`; safe to use from several threads. whole: whether
     `target` can run; longest: tokens of a document. Raises `UserError` if no server answers, or if
     one does not fit the target."""
+
+    engine, port, spare = "vLLM", 8000, 1
 
     def __init__(
         self,
@@ -83,38 +61,23 @@ class VllmClient:
         longest: int,
         whole: bool,
     ) -> None:
-        self.config, self.target, self.longest = config, target, longest
         self.layers = layers_of(config, needs, target.info)
-        self._require_layers(needs)
+        self._require_layers(needs, target.info.num_layers)
         dtype = str(target.dtype).removeprefix("torch.")
         cpu = target.device.type == "cpu"
-        self.command = serve_command(config, target.info, self.layers, dtype, longest, cpu)
-        if not config.servers:
-            raise UserError(
-                f"features.servers names no vLLM server. Start one:\n    {self.command}\nand give "
-                'its address, for instance "features.servers=[http://127.0.0.1:8000]".'
-            )
+        command = serve_command(config, target.info, self.layers, dtype, longest, cpu)
+        super().__init__(config, target, longest, FeatureSpec(self.layers), command)
         self.folder = Path(config.states)
         self.name, self._numbers = f"{NAME}{secrets.token_hex(6)}-", itertools.count()
         self._abandoned: set[str] = set()
         """Requests that failed here; a server may still write their files."""
-        self.servers = Servers(config, "vLLM server", {"Content-Type": "application/json"})
-        self._models: dict[Address, str] = {}
-        """The model's name at servers that were checked."""
-        self._looking = {server: threading.Lock() for server in self.servers.all}
-        self._refused: dict[Address, tuple[float, FailureError]] = {}
-        """The last look at a server that failed: when it ended (monotonic), and why."""
         self._require_room()
-        # once, here: threads check servers while others may run the target
-        self._text, self._tokens = self._probe()
-        self._own = self._own_states() if whole else None
         sweep(self.folder, self.name)
-        self.servers.greet(self._model_of, f"Start one with\n    {self.command}")
+        self._greet(whole)
 
-    def _require_layers(self, needs: FeatureSpec) -> None:
-        """Raise `UserError` unless the servers' layers are the target's and include those
-        needed."""
-        last = self.target.info.num_layers
+    def _require_layers(self, needs: FeatureSpec, last: int) -> None:
+        """Raise `UserError` unless the servers' layers are the target's, up to `last`, and include
+        those needed."""
         FeatureSpec(self.layers).check(last)
         missing = sorted({*needs.taps, last} - {*self.layers})
         if missing:
@@ -130,92 +93,17 @@ class VllmClient:
         needed = document * self.config.concurrency * len(self.config.servers)
         require_room(self.folder, needed, "features", "documents")
 
-    def states(self, tokens: Sequence[int]) -> Tensor:
-        """The states [N, L, H] of a document on the CPU, in the target's dtype, from one server
-        after another; raises `UserError` if all attempts fail."""
-
-        def ask(server: Address) -> Tensor:
-            try:
-                return self._ask(server, self._model_of(server), tokens)
-            except FailureError:
-                self._models.pop(server, None)  # it may be another one when it answers again
-                raise
-
-        return self.servers.in_turn(ask)
-
     def close(self) -> None:
         """Make waiting requests give up, and delete the files that servers left for them."""
-        self.servers.stop()
+        super().close()
         sweep(self.folder, self.name)
 
-    def _model_of(self, server: Address) -> str:
-        """The name of a server's model; raises `UserError` for one that does not fit. One thread
-        looks at a server; those that come meanwhile share what it finds, also its failure, since
-        a server that hangs would otherwise keep them waiting one after another."""
-        came = time.monotonic()
-        with self._looking[server]:
-            if server in self._models:
-                return self._models[server]
-            ended, failure = self._refused.get(server, (-math.inf, None))
-            if failure is not None and ended >= came:
-                raise FailureError(str(failure)) from failure
-            try:
-                self._models[server] = self._look(server)
-            except FailureError as error:
-                self._refused[server] = time.monotonic(), error
-                raise
-            return self._models[server]
-
-    def _look(self, server: Address) -> str:
-        """Ask a server for its model, and for the states of a text."""
-        content = self.servers.request(
-            server, "GET", "/v1/models", most=MOST_AROUND, longest=LONGEST_LOOK
-        )
-        listed = self._read(Listed, server, content)
-        if listed.longest <= self.longest:
-            raise self._misfit(
-                server,
-                f"takes {listed.longest - 1} tokens and one more, but documents may have "
-                f"{self.longest} (train.sequence_length)",
-            )
+    def _ask_probe(self, server: Address, model: str) -> Tensor:
         with self._request() as request:
-            answer = self._complete(server, listed.name, self._text, len(self._tokens), request)
+            answer = self._complete(server, model, self._text, len(self._tokens), request)
             subject = f"the server at {server} (features.servers)"
             same_tokenizer(subject, self._tokens, answer.prompt)
-            states = self._collect(server, answer)
-        if self._own is not None:
-            self._require_same_layers(server, self._own, states)
-        return listed.name
-
-    def _probe(self) -> tuple[str, list[int]]:
-        """A text on which tokenizers disagree, no longer than documents, and its tokens."""
-        encode = partial(self.target.tokenizer.encode, add_special_tokens=False)
-        texts = (PROBE[:end] for end in range(len(PROBE), 0, -1))
-        text = next(text for text in texts if len(encode(text)) <= self.longest)
-        return text, encode(text)
-
-    def _own_states(self) -> Tensor:
-        """The target's own states [N, L, H] of the probe, on the CPU."""
-        device = self.target.device
-        tokens = torch.tensor(self._tokens, device=device)[None]
-        positions = torch.arange(len(self._tokens), device=device)[None]
-        segments = torch.ones_like(tokens, dtype=torch.int32)
-        own, _ = self.target.features(tokens, positions, segments, FeatureSpec(self.layers))
-        assert own is not None
-        return own[0].cpu()
-
-    def _require_same_layers(self, server: Address, own: Tensor, states: Tensor) -> None:
-        """Raise `UserError` if a server's states of the probe differ from the target's."""
-        for layer, mine, theirs in zip(
-            self.layers, own.float().unbind(1), states.float().unbind(1), strict=True
-        ):
-            gap = float((theirs - mine).norm() / mine.norm())
-            if not gap <= LAYER_GAP:
-                raise self._misfit(
-                    server,
-                    f"leaves states that differ from the target's at layer {layer} (by {gap:.0%}): "
-                    "it runs other weights, or leaves other layers",
-                )
+            return self._collect(server, answer)
 
     def _ask(self, server: Address, model: str, tokens: Sequence[int]) -> Tensor:
         with self._request() as request:
@@ -257,7 +145,7 @@ class VllmClient:
             most=MOST_AROUND + count * TOKEN_BYTES,
             headers={"X-Request-Id": request},
         )
-        return self._read(Answer, server, content)
+        return self._read(Answer, content)
 
     def _collect(self, server: Address, answer: Answer) -> Tensor:
         """The checked states [N, L, H] that belong to an answer; their file is deleted."""
@@ -285,24 +173,5 @@ class VllmClient:
                 f"{str(self.target.dtype).removeprefix('torch.')}",
             )
         found = gap(self.target, states[-1, -1], answer.token, answer.logprob)
-        if not agrees(self.target, found):
-            raise self._misfit(
-                server,
-                f"gives a token another log-probability than its states do (by {found:.2g}): it "
-                "runs another model, or its last layer is another",
-            )
+        self._require_agreement(server, found)
         return states
-
-    def _read(self, model: Any, server: Address, content: bytes) -> Any:
-        """An answer; raises `UserError` if it is not in vLLM's format."""
-        try:
-            return model.model_validate(parse_json(content, "the answer"))
-        except (UserError, ValidationError) as error:
-            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            raise FailureError(f"an answer that is none of vLLM's ({reason})") from error
-
-    def _misfit(self, server: Address, what: str) -> UserError:
-        return UserError(
-            f"the vLLM server {server} does not fit this training: it {what}. Start it "
-            f"with\n    {self.command}"
-        )

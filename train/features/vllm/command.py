@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 from heads.api.features import FeatureSpec
-from heads.api.target_info import UNKNOWN_REVISION, TargetInfo
+from heads.api.target_info import TargetInfo
 from train.features.config import FeaturesConfig
+from train.features.engine_client import model_words
 
 GPU_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}
 CPU_CONNECTOR = {
@@ -47,10 +48,7 @@ def serve_command(
     }
     # one position after the document: vLLM answers with a token
     longest = length + 1
-    path = Path(info.id)
-    words = ["vllm", "serve", str(path.resolve()) if path.is_dir() else info.id]
-    if not path.is_dir() and info.revision != UNKNOWN_REVISION:
-        words += ["--revision", info.revision]
+    words = ["vllm", "serve", *model_words(info)]
     words += ["--dtype", dtype, "--max-model-len", str(longest), "--no-enable-prefix-caching"]
     words += ["--speculative-config", json.dumps(speculative)]
     words += ["--kv-transfer-config", json.dumps(transfer)]

@@ -36,9 +36,15 @@ def normed(target: TargetModel, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gap(target: TargetModel, state: Tensor, token: int, logprob: float) -> float:
-    """The distance between the log-probability that a last state [H] gives to the token after it
-    and an engine's; NaN for a token outside the vocabulary."""
-    logits = target.weights.logits(normed(target, state[None].to(target.device)))
+    """`gap_of` a state [H] of the stream after the last layer."""
+    return gap_of(target, normed(target, state[None].to(target.device))[0], token, logprob)
+
+
+@torch.no_grad()
+def gap_of(target: TargetModel, last_hidden: Tensor, token: int, logprob: float) -> float:
+    """The distance between the log-probability that a last hidden state [H] gives to the token
+    after it and an engine's; NaN for a token outside the vocabulary."""
+    logits = target.weights.logits(last_hidden[None].to(target.device))
     if not 0 <= token < logits.shape[-1]:
         return float("nan")
     return abs(float(logits[0].float().log_softmax(-1)[token]) - logprob)

@@ -60,8 +60,8 @@ class ResponseStates:
         if name is None:
             raise UserError(
                 f"a document is none of those in '{self.responses}', whose hidden states were "
-                "kept. Rows that change on the way (train.on_policy) need features=online, remote "
-                "or vllm."
+                "kept. Rows that change on the way (train.on_policy) need features=online, remote, "
+                "vllm or sglang."
             )
         path = path_of(self.responses, name)
         found = ResponseStatesFile(path)

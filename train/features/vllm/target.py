@@ -1,8 +1,8 @@
 """A target whose states come document by document: rows of packed documents in, features out.
 
-The states are computed by vLLM servers, to which every document is a separate request because vLLM
-does not support packed rows; or they were kept when servers generated the responses. Documents of
-several rows are requested at once, in no particular order.
+The states are computed by vLLM or SGLang servers, to which every document is a separate request
+because engines do not support packed rows; or they were kept when servers generated the responses.
+Documents of several rows are requested at once, in no particular order.
 
 Legend: B rows, T positions, n taps, N tokens, L layers, H hidden.
 """
@@ -22,6 +22,7 @@ from heads.api.features import FeatureSpec
 from heads.nn.packing import Document, documents
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
+from train.features.sglang import SglangClient
 from train.features.vllm.client import VllmClient
 from train.features.vllm.last_state import normed
 from train.features.vllm.responses import ResponseStates
@@ -35,7 +36,8 @@ class DocumentStates(Protocol):
     """A source of documents' states. Threads share it."""
 
     layers: tuple[int, ...]
-    """The layers whose states it has, ascending, including the target's last one."""
+    """The layers whose states it has, ascending, including the target's last one; none if it has
+    only last hidden states."""
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The states [N, L, H] of a document on the CPU; raises `UserError` if they cannot be
@@ -48,13 +50,14 @@ class DocumentStates(Protocol):
 def document_target(
     config: FeaturesConfig, answers: Path, target: TargetModel, needs: FeatureSpec, longest: int
 ) -> DocumentTarget:
-    """The source that `features.mode` or `features.source` names: vllm or responses. answers: the
-    folder of the responses; needs: all features ever needed; longest: tokens of a row. Raises
-    `UserError` for servers or states that do not fit."""
+    """The source that `features.mode` or `features.source` names: vllm, sglang or responses.
+    answers: the folder of the responses; needs: all features ever needed; longest: tokens of a row.
+    Raises `UserError` for servers or states that do not fit."""
     if "responses" in (config.mode, config.source):
         return DocumentTarget(ResponseStates(answers, target, needs, longest), target, READERS)
     whole = config.trainer_target == "whole"
-    client = VllmClient(config, target, needs, longest, whole)
+    kind = SglangClient if "sglang" in (config.mode, config.source) else VllmClient
+    client = kind(config, target, needs, longest, whole)
     return DocumentTarget(client, target, config.concurrency * len(config.servers))
 
 
@@ -78,7 +81,7 @@ class DocumentTarget:
         if strange := sorted({*needs.taps} - {*layers}):
             raise UserError(
                 f"taps {strange} are not among the layers whose states there are: {list(layers)}. "
-                "Set features.layers, and start the vLLM servers with them."
+                "Set features.layers, and start the vLLM servers with them; SGLang has none."
             )
         rows = [layers.index(tap) for tap in needs.taps]
         lying = list(whole_documents(segments, positions))
@@ -98,7 +101,10 @@ class DocumentTarget:
                 if taps is not None:
                     taps[one.row, one.first : one.end] = states[:, rows]
                 if last is not None:
-                    last[one.row, one.first : one.end] = normed(self.target, states[:, -1])
+                    found = states[:, -1]
+                    last[one.row, one.first : one.end] = (
+                        normed(self.target, found) if layers else found
+                    )
         finally:
             for coming in asked:
                 coming.cancel()
