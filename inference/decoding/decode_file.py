@@ -48,6 +48,8 @@ class Tuning(TypedDict):
     draft: DraftSettings
     chain: DraftSettings
     """The best chain, or none, for engines that verify only chains."""
+    least_probability: float | None
+    """Of a token of this chain, for engines that end it there; None if it is not known."""
     rule: str
     """The acceptance rule, one of `inference.decoding.rules.names.RULES`."""
     predicted_tokens_per_second: float
@@ -72,6 +74,8 @@ class TunedRow:
     numbers: Mapping[str, float]
     """By the names of `NUMBERS`."""
     speedup_ci95: tuple[float, float]
+    least_probability: float | None = None
+    """Of a token of the chain, for engines that end it there; None if it is not known."""
 
     @classmethod
     def read(cls, row: Mapping[str, Any]) -> TunedRow:
@@ -83,7 +87,9 @@ class TunedRow:
         rule = str(row.get("rule", "match"))
         require_one_of("rule", rule, RULES)
         numbers: dict[str, float] = {name: float(row[name]) for name in NUMBERS}
-        return cls(*where, draft, chain, rule, numbers, (float(low), float(high)))
+        least = row.get("least_probability")
+        least = None if least is None else float(least)
+        return cls(*where, draft, chain, rule, numbers, (float(low), float(high)), least)
 
     @property
     def conditions(self) -> str:
@@ -175,6 +181,7 @@ def write_tuned(
                 "temperature": row["temperature"],
                 "draft": dict(row["draft"]),
                 "chain": dict(row["chain"]),
+                "least_probability": row["least_probability"],
                 "rule": row["rule"],
                 **{name: round(float(row[name]), 4) for name in NUMBERS},
                 "speedup_ci95": [round(float(bound), 4) for bound in row["speedup_ci95"]],

@@ -41,6 +41,7 @@ class PassRecord:
 
     nodes: tokens verified, the root included; live: drafted levels that counted (adaptive length).
     Both are 0 if not recorded. details: what was drafted, if requested. arm: see `Completion`.
+    confidence: see `inference.tune.confidence`; empty if not recorded.
     """
 
     accepted: int
@@ -50,6 +51,7 @@ class PassRecord:
     live: int = field(default=0, compare=False)
     details: PassDetails | None = field(default=None, compare=False)
     arm: int | None = field(default=None, compare=False)
+    confidence: tuple[float, ...] = field(default=(), compare=False)
 
 
 @dataclass

@@ -18,12 +18,21 @@ LENGTHS = "num_speculative_tokens_per_batch_size"
 """vLLM's draft lengths per batch size: [first, last, tokens]; the last entry also applies beyond
 its end."""
 TOKENS = "num_speculative_tokens"
-LENGTH_NAMES = (TOKENS, "--speculative-num-steps", "--spec-draft-n-max")
+N_MAX, P_MIN = "--spec-draft-n-max", "--spec-draft-p-min"
+"""llama.cpp's options: most tokens of a draft, and the least probability of one of its tokens."""
+LENGTH_NAMES = (TOKENS, "--speculative-num-steps", N_MAX)
 """Each engine's name of the draft length."""
 SCHEDULED = ("eagle", "eagle3", "draft_model", "mtp")
 """Methods of vLLM that draft token by token, so that any length is possible."""
 TREES = ("eagle", "eagle3")
 """Methods for which SGLang drafts trees."""
+
+STOPPABLE = {"distilled": True, "eagle3": True, "dflash": False}
+"""Methods (`Kind.export_method`) whose drafts llama.cpp ends before a token below `P_MIN`, and
+whether such a draft is computed token by token, so that ending it saves drafting too. For DSpark
+llama.cpp compares the confidence head instead."""
+CONSIDERED = 10
+"""The drafter's best tokens, among which llama.cpp takes the probability of a drafted token."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,7 @@ class Setting:
 VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang (not run)", "llama_cpp": "llama.cpp b11434"}
 SETTINGS = (
     Setting(
-        "draft length",
-        TOKENS,
-        "--speculative-num-steps, --speculative-num-draft-tokens",
-        "--spec-draft-n-max",
+        "draft length", TOKENS, "--speculative-num-steps, --speculative-num-draft-tokens", N_MAX
     ),
     Setting("draft length per batch size", LENGTHS, "", ""),
     Setting("draft length per sequence length", "", "", ""),
@@ -52,9 +58,7 @@ SETTINGS = (
         "tree: width and nodes", "", "--speculative-eagle-topk, --speculative-num-draft-tokens", ""
     ),
     Setting("static tree by its paths", "", "", ""),
-    Setting(
-        "stop by confidence", "(enable_adaptive_verification, DSpark)", "", "--spec-draft-p-min"
-    ),
+    Setting("stop by confidence", "(enable_adaptive_verification, DSpark)", "", P_MIN),
     Setting("drafts at temperature", "draft_sample_method", "", ""),
     Setting(
         "rule of acceptance",
@@ -132,19 +136,26 @@ def sglang_settings(drafts: Mapping[int, Draft]) -> Json:
     }
 
 
-def llama_cpp_settings(drafts: Mapping[int, Draft]) -> Json:
-    """llama.cpp's options for greedy chains: those of the smallest batch size that speculates."""
-    chosen = next((drafts[batch] for batch in sorted(drafts) if drafts[batch] != NONE), None)
-    return {} if chosen is None else {"--spec-draft-n-max": chosen.depth}
+def llama_cpp_settings(drafts: Mapping[int, Draft], least: Mapping[int, float]) -> Json:
+    """llama.cpp's options for greedy chains, and for the least probability of a drafted token where
+    it is known: those of the smallest batch size that speculates."""
+    batch = next((size for size in sorted(drafts) if drafts[size] != NONE), None)
+    if batch is None:
+        return {}
+    found: Json = {N_MAX: drafts[batch].depth}
+    return found | {P_MIN: least[batch]} if batch in least else found
 
 
-def engine_settings(drafts: Mapping[int, Draft], chains: Mapping[int, Draft]) -> dict[str, Json]:
+def engine_settings(
+    drafts: Mapping[int, Draft], chains: Mapping[int, Draft], least: Mapping[int, float]
+) -> dict[str, Json]:
     """The settings of each engine for the best greedy drafts by batch size, and for the best chains
-    among them, to which vLLM and llama.cpp are limited."""
+    among them, to which vLLM and llama.cpp are limited. least: the least probability of a token of
+    these chains, where it is known."""
     return {
         "vllm": vllm_settings(chains),
         "sglang": sglang_settings(drafts),
-        "llama.cpp": llama_cpp_settings(chains),
+        "llama.cpp": llama_cpp_settings(chains, least),
     }
 
 
@@ -154,3 +165,9 @@ def greedy_drafts(rows: Iterable[tuple[int, float, Draft]]) -> dict[int, Draft]:
     listed = list(rows)
     coldest = min((temperature for _, temperature, _ in listed), default=0.0)
     return {batch: draft for batch, temperature, draft in listed if temperature == coldest}
+
+
+def known_least(rows: Iterable[tuple[int, float | None]]) -> dict[int, float]:
+    """The least probability of a drafted token by batch size, of the rows (batch size, probability)
+    that have one: greedy ones."""
+    return {batch: least for batch, least in rows if least is not None}

@@ -89,7 +89,7 @@ def export(config: ExportConfig, checkpoint: Checkpoint, target: Target, out: Pa
     engine, speculative, path = config.engine, written.speculative, target.config.path
     if engine == "transformers":
         written.notes.append(NEAR_TIES)
-    tuned = {} if config.tokens else tuned_settings(config, checkpoint.folder, speculative)
+    tuned = {} if config.tokens else tuned_settings(config, checkpoint, speculative)
     if tuned:
         source = config.settings or DECODE_FILE
         written.notes.append(f"the serving command has what {source} says for this engine")
@@ -216,17 +216,23 @@ def target_overrides(engine: str, speculative: Json) -> Json:
     return {"num_nextn_predict_layers": 1} if mtp else {}
 
 
-def tuned_settings(config: ExportConfig, folder: Path, speculative: Json) -> Json:
+def tuned_settings(config: ExportConfig, checkpoint: Checkpoint, speculative: Json) -> Json:
     """The settings beyond one draft length for an engine: of the file `export.settings`, or of the
-    decode.yaml in the checkpoint `folder`."""
-    engine, method = config.engine, speculative.get("method")
+    decode.yaml in the checkpoint."""
+    engine, method, folder = config.engine, speculative.get("method"), checkpoint.folder
     if engine in ("vllm", "speculators"):
         fitting = method in settings.SCHEDULED and not speculative.get("parallel_drafting")
+    elif engine == gguf.ENGINE:
+        fitting = checkpoint.method in settings.STOPPABLE
     else:
         fitting = engine == "sglang" and method in settings.TREES
     if not fitting:
         return {}
     found = given_settings(config, folder) if config.settings else read_settings(folder, engine)
+    if engine == gguf.ENGINE:
+        # chosen for the length beside it
+        same = found.get(settings.N_MAX) == speculative["num_speculative_tokens"]
+        return {settings.P_MIN: found[settings.P_MIN]} if same and settings.P_MIN in found else {}
     return {} if engine != "sglang" and settings.LENGTHS not in found else found
 
 
@@ -240,7 +246,11 @@ def read_settings(folder: Path, engine: str) -> Json:
         drafts = ((*place, row.draft) for place, row in zip(places, tuned.rows, strict=True))
         return settings.sglang_settings(settings.greedy_drafts(drafts))
     chains = ((*place, row.chain) for place, row in zip(places, tuned.rows, strict=True))
-    return settings.vllm_settings(settings.greedy_drafts(chains))
+    greedy = settings.greedy_drafts(chains)
+    if engine == gguf.ENGINE:
+        known = ((row.batch_size, row.least_probability) for row in tuned.rows)
+        return settings.llama_cpp_settings(greedy, settings.known_least(known))
+    return settings.vllm_settings(greedy)
 
 
 def given_settings(config: ExportConfig, folder: Path) -> Json:
@@ -296,10 +306,9 @@ def serve(engine: str, target: str, out: Path, speculative: Json, tuned: Json | 
         )
     if engine == gguf.ENGINE:
         kind = LLAMA_TYPES[speculative["method"]]
-        return (
-            f"llama-server -m TARGET.gguf -md {out / gguf.FILE} --spec-type {kind} "
-            f"--spec-draft-n-max {count}"
-        )
+        shape = {settings.N_MAX: count, **tuned}
+        options = "".join(f" {name} {value}" for name, value in shape.items())
+        return f"llama-server -m TARGET.gguf -md {out / gguf.FILE} --spec-type {kind}{options}"
     dflash = "speculation_type" in speculative
     model = "AutoModel" if dflash else "AutoModelForCausalLM"
     option = "speculation_type='dflash'" if dflash else f"num_assistant_tokens={count}"

@@ -9,7 +9,7 @@ requests that is not exceeded in 50% of the time (p50), or in 95% (p95).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import numpy as np
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
-from inference.engines.settings import engine_settings
+from inference.engines.settings import engine_settings, known_least
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
 from inference.target.memory import gib
@@ -82,13 +82,15 @@ class TrafficAdvice(TypedDict):
 @dataclass(frozen=True)
 class Way:
     """One way to serve. drafter: its name (`PLAIN` for none); kept: tokens kept per verification,
-    by domain ("": all); memory: bytes that it takes."""
+    by domain ("": all); memory: bytes that it takes; least: least probability of a drafted token by
+    numbers of rows, for engines that end chains there, where it is known."""
 
     drafter: str
     draft: Draft
     costs: Costs
     kept: Mapping[str, Sequence[int]]
     memory: Mapping[str, int]
+    least: Mapping[int, float] = field(default_factory=dict)
 
     def jobs(self, arrivals: Sequence[Arrival], seed: int) -> list[SimulatedRequest]:
         rng, found = np.random.default_rng(seed), []
@@ -146,6 +148,10 @@ def ways_to_serve(
             if draft == NONE and found:
                 continue  # measured with the first drafter
             prefill = measure_prefill(target, drafter, draft, plain, task, config.repeats)
+            least = (
+                (count, tuner.least_probability(draft, config.temperature, count))
+                for count in row_counts(config.rows)
+            )
             found.append(
                 Way(
                     PLAIN if draft == NONE else name,
@@ -153,6 +159,7 @@ def ways_to_serve(
                     server_costs(costs, draft, config.rows, prefill, lengths),
                     kept_tokens(survey, draft, task),
                     memory_bytes(target, drafter, draft, plain, config.rows, context),
+                    known_least(least),
                 )
             )
     return found
@@ -205,19 +212,29 @@ def advise(
             name: {"drafter": way["drafter"], "draft": way["draft"]} for name, way in best.items()
         },
         "engines": {
-            name: engine_settings(
-                fastest(ways, name, arrivals, rows, seed),
-                fastest(
-                    [way for way in ways if way.draft == way.draft.as_chain],
-                    name,
-                    arrivals,
-                    rows,
-                    seed,
-                ),
-            )
+            name: settings_of(ways, name, arrivals, rows, seed)
             for name in dict.fromkeys(way.drafter for way in ways[1:])
         },
     }
+
+
+def settings_of(
+    ways: Sequence[Way], drafter: str, arrivals: Sequence[Arrival], rows: int, seed: int
+) -> dict[str, dict[str, Any]]:
+    """The settings of each engine for a drafter."""
+    chains = [way for way in ways if way.draft == way.draft.as_chain]
+    chosen = fastest(chains, drafter, arrivals, rows, seed)
+    least = {way.draft: way.least for way in chains if way.drafter == drafter}
+    return engine_settings(
+        fastest(ways, drafter, arrivals, rows, seed),
+        chosen,
+        known_least((count, least.get(chain, {}).get(count)) for count, chain in chosen.items()),
+    )
+
+
+def row_counts(rows: int) -> list[int]:
+    """The numbers of rows for which engines get drafts: every power of two, and `rows`."""
+    return sorted({rows, *(2**power for power in range(rows.bit_length()))})
 
 
 def fastest(
@@ -225,11 +242,9 @@ def fastest(
 ) -> dict[int, Draft]:
     """The draft of a drafter, or plain decoding, that is fastest at every power of two of rows."""
     own = [(way, way.jobs(arrivals, seed)) for way in ways if way.drafter in (drafter, PLAIN)]
-    counts = sorted({rows, *(2**power for power in range(rows.bit_length()))})
     return {
         count: max(own, key=lambda pair: pair[0].speed(pair[1], count))[0].draft
-        for count in counts
-        if count <= rows
+        for count in row_counts(rows)
     }
 
 

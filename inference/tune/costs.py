@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from inference.decoding.clock import StepClock
 from inference.decoding.costs import CostCurves
 from inference.decoding.draft import Draft
@@ -67,6 +69,23 @@ class StepCosts:
             "verify": verify,
             "commit": self.curves.commit(*step),
         }
+
+    def by_drafted(self, chain: Draft, stepwise: bool, b: float, length: float) -> list[float]:
+        """Seconds of a step by the number of tokens, from 0 to all, after which the chain ends
+        because the next token is improbable. stepwise: the drafter computes token by token, up to
+        that improbable one; otherwise one pass computes all."""
+        labels = {d: Draft("chain", d).label for d in range(1, chain.depth + 1)}
+        measured = [d for d, label in labels.items() if label in self.curves.draft_points]
+        drafting = [self.curves.draft(labels[d], d + 1, b, length) for d in measured]
+        found = []
+        for drafted in range(chain.depth + 1):
+            phases = self.phases(chain, b, length, drafted + 1)
+            if stepwise:
+                computed = min(drafted + 1, chain.depth)
+                part = float(np.interp(computed, [0, *measured], [0.0, *drafting]))
+                phases["draft"] *= divide(part, drafting[-1])
+            found.append(sum(phases.values()))
+        return found
 
     def correction(self, family: str, b: float) -> tuple[Mapping[str, float], float]:
         """Ratios and fixed seconds at b rows: interpolated between the batch sizes that were run,

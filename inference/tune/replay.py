@@ -10,7 +10,7 @@ Legend: B prompts, N nodes, T positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from inference.decoding.rules.accept import walk
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.measure.metrics import Outcome
 from inference.target.model import TargetModel
+from inference.tune.confidence import confidences
 
 
 @dataclass
@@ -59,11 +60,14 @@ class Replay:
         return [Outcome(str(row), "", records) for row, records in enumerate(self.passes(shape))]
 
     @torch.no_grad()
-    def passes(self, shape: DraftShape, limits: Limits | None = None) -> list[list[PassRecord]]:
+    def passes(
+        self, shape: DraftShape, limits: Limits | None = None, everywhere: bool = False
+    ) -> list[list[PassRecord]]:
         """The passes that decoding would have needed, per prompt. limits: stops chains early;
-        `PassRecord.live` then has the drafted levels that counted."""
+        `PassRecord.live` then has the drafted levels that counted. everywhere: a pass at every
+        position of the texts instead, with `PassRecord.confidence`, for greedy chains."""
         passes: list[list[PassRecord]] = [[] for _ in self.texts]
-        self.noise.keeps_logits = limits is not None and limits.wants_logits
+        self.noise.keeps_logits = everywhere or (limits is not None and limits.wants_logits)
         root = self.prompt.clone()  # [B]: position of the last committed token
         capacity = self.tokens.shape[1] + shape.num_nodes
         state = self.drafter.start(self._states(torch.zeros_like(root), root), shape, capacity)
@@ -77,11 +81,14 @@ class Replay:
             accepted = torch.minimum(accepted, live)
             committed = torch.minimum(accepted + 1, left)
             found = torch.stack([accepted, committed, live]).T.tolist()
-            for row, (kept, count, deepest) in enumerate(found):
+            sure = confidences(proposal) if everywhere else None
+            known = [()] * len(found) if sure is None else map(tuple, sure.tolist())
+            for row, ((kept, count, deepest), each) in enumerate(zip(found, known, strict=True)):
                 if count > 0:
-                    passes[row].append(
-                        PassRecord(min(kept, count), count, kept < count, live=deepest)
-                    )
+                    record = PassRecord(min(kept, count), count, kept < count, live=deepest)
+                    passes[row].append(replace(record, confidence=each))
+            if everywhere:
+                committed = torch.ones_like(committed)
             end = torch.where(left > 0, root + committed, root + 1).clamp(
                 max=int(self.length.max())
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from heads.api.errors import UserError
@@ -22,11 +22,13 @@ from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.decoding.rules.names import TEXT, promise
+from inference.engines.settings import STOPPABLE
 from inference.kernels.packed_linear import packed_linears
 from inference.measure.metrics import Outcome, TauEstimate, Totals, tau_estimate
 from inference.measure.prompts import Prompt, prompt_seed, select_prompts, to_requests
 from inference.target.memory import drafter_state_bytes
 from inference.target.model import TargetModel
+from inference.tune.confidence import method_of
 from inference.tune.config import TuneConfig
 from inference.tune.replay import Replay
 from inference.tune.tree_search import RankStatistics, measure_ranks, search_tree
@@ -117,12 +119,14 @@ class Task:
 @dataclass
 class Survey:
     """Acceptance of every draft at one temperature. answers: for each draft, the passes of every
-    prompt's answer; ranks: by depth."""
+    prompt's answer; ranks: by depth; everywhere: for each greedy chain that an engine may end
+    early, a pass at every position of every answer."""
 
     temperature: float
     answers: Mapping[Draft, list[Answered]]
     ranks: RankStatistics
     refused: Mapping[str, str]
+    everywhere: Mapping[Draft, list[list[PassRecord]]] = field(default_factory=dict, compare=False)
 
     @property
     def drafts(self) -> list[Draft]:
@@ -144,7 +148,7 @@ class Survey:
     def to_dict(self) -> dict[str, object]:
         """The survey for JSON. A survey is not timed, so it can be made beforehand on a busy
         machine. drafts[].answers: (tokens of the prompt, (accepted, committed, rejected, live) per
-        pass)."""
+        pass). Without `everywhere`."""
         drafts = []
         for draft, answers in self.answers.items():
             rows = [(answer.prompt, [_numbers(r) for r in answer.passes]) for answer in answers]
@@ -260,12 +264,18 @@ def survey(
                 passes[draft] = replayed(replay, draft, decode)
             else:
                 passes[draft] = decoded(target, drafter, draft, requests, plain)
+        stoppable = decode.temperature == 0 and method_of(drafter) in STOPPABLE
+        everywhere = {
+            draft: replay.passes(draft.tree(decode, target.device), everywhere=True)
+            for draft in drafts
+            if stoppable and draft.family == "chain"
+        }
     lengths = [len(done.request.tokens) for done in texts]
     answers = {
         draft: [Answered(*pair) for pair in zip(lengths, found, strict=True)]
         for draft, found in passes.items()
     }
-    return Survey(decode.temperature, answers, ranks, refused)
+    return Survey(decode.temperature, answers, ranks, refused, everywhere)
 
 
 def replayed(replay: Replay, draft: Draft, decode: DecodeConfig) -> list[list[PassRecord]]:

@@ -30,12 +30,14 @@ from inference.decoding.costs import Bench, Call, StepKey, measure_grid
 from inference.decoding.decode_file import Tuning
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
+from inference.engines.settings import STOPPABLE
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
 from inference.measure.metrics import Totals, divide
 from inference.measure.profile import Turn, take_turns
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
+from inference.tune.confidence import best_threshold, method_of
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, TimedRun
 from inference.tune.survey import Survey, Task, survey
@@ -234,6 +236,18 @@ class Tuner:
         """Mean nodes verified per row and step; 0 means the draft's size."""
         return steps.mean_nodes if draft.family == "adaptive" else 0.0
 
+    def least_probability(self, chain: Draft, temperature: float, batch: int) -> float | None:
+        """The least probability of a drafted token with which an engine that ends chains there is
+        estimated to be fastest (`inference.tune.confidence`), all rows drafting alike; None if the
+        survey has no confidences of this draft."""
+        found = self.survey(temperature)
+        texts = [records for records in found.everywhere.get(chain, []) if records]
+        if not texts:
+            return None
+        length = found.steps(chain, self.task.blocks(batch, self.config.rounds), batch).mean_length
+        stepwise = STOPPABLE[method_of(self.drafter)]
+        return best_threshold(texts, self.step_costs().by_drafted(chain, stepwise, batch, length))
+
     def compare(
         self, drafts: Sequence[Draft], temperature: float, batch: int
     ) -> dict[Draft, list[Turn]]:
@@ -323,12 +337,14 @@ class Tuner:
         speedups = {draft: divide(speed, speeds[NONE]) for draft, speed in speeds.items()}
         best = choose(measured, speedups)
         plain = next(item for item in measured if item.draft == NONE)
+        chain = best_chain(best.draft, predicted)
         row = {
             "batch_size": batch,
             "temperature": temperature,
             **vars(best),
             "draft": best.draft.plain(),
-            "chain": best_chain(best.draft, predicted).plain(),
+            "chain": chain.plain(),
+            "least_probability": self.least_probability(chain, temperature, batch),
             "rule": best.draft.on(self.at(temperature)).acceptance,
             "label": best.draft.label,
             "predicted_tokens_per_second": speeds[best.draft],

@@ -14,7 +14,7 @@ from heads.api.checkpoint import CONFIG_FILE, weights_file
 from heads.api.errors import UserError
 from inference.decoding.decode_file import require_tuned, write_tuned
 from inference.decoding.draft import Draft
-from inference.engines.settings import engine_settings, greedy_drafts
+from inference.engines.settings import engine_settings, greedy_drafts, known_least
 from inference.manifest import checkpoint_hash, write_json
 from inference.measure.datasets import load_bench_prompts
 from inference.target.model import TargetModel
@@ -56,7 +56,8 @@ def run(settings: Settings) -> None:
         )
         for several in ([row["draft"] for row in rows], [row["chain"] for row in rows])
     )
-    engines = engine_settings(drafts, chains)
+    least = known_least((row["batch_size"], row["least_probability"]) for row in rows)
+    engines = engine_settings(drafts, chains, least)
     write_json(result, {**facts, "drafter": own, "rows": rows, "engines": engines, **tuner.facts()})
     written = write_tuned(
         found.folder, weights, facts["target"], facts["device"], rows, facts["command"]

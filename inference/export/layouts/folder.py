@@ -58,7 +58,8 @@ class ExportNotes:
     hf_overrides: Json = field(default_factory=dict)
     decode_settings: Json = field(default_factory=dict)
     """Settings beyond `speculative_config` that the checkpoint's decode.yaml gives this engine: for
-    vLLM draft lengths per batch size, for SGLang the options of its trees."""
+    vLLM draft lengths per batch size, for SGLang the options of its trees, for llama.cpp the least
+    probability of a drafted token."""
     serve: str = ""
     serve_as_custom_class: str = ""
     kept: Json = field(default_factory=dict)

@@ -11,10 +11,14 @@ from inference.decoding.decode_file import Tuned, TunedRow
 from inference.decoding.draft import NONE, Draft
 from inference.engines.settings import (
     LENGTHS,
+    N_MAX,
+    P_MIN,
     TOKENS,
     engine_settings,
     greedy_drafts,
+    known_least,
     length_at,
+    llama_cpp_settings,
     ranges,
     vllm_settings,
 )
@@ -53,7 +57,7 @@ def test_vllm_takes_lengths_and_one_where_they_are_equal() -> None:
 def test_sglang_takes_trees() -> None:
     static = Draft("tree", 2, choices=((0,), (1,), (0, 0), (0, 1), (0, 2)))
     drafts = {1: NONE, 2: static, 8: chain(1)}
-    found = engine_settings(drafts, {1: NONE, 2: chain(3), 8: chain(1)})
+    found = engine_settings(drafts, {1: NONE, 2: chain(3), 8: chain(1)}, {8: 0.5})
     assert found["sglang"] == {
         "--speculative-num-steps": 2,
         "--speculative-eagle-topk": 3,
@@ -63,11 +67,19 @@ def test_sglang_takes_trees() -> None:
     assert found["llama.cpp"] == {"--spec-draft-n-max": 3}
     assert found["vllm"] == {TOKENS: 3, LENGTHS: [[1, 1, 0], [2, 4, 3], [5, 8, 1]]}
     dynamic = Draft("dynamic", 5, nodes=20, width=4)
-    assert engine_settings({1: dynamic}, {1: chain(2)})["sglang"] == {
+    assert engine_settings({1: dynamic}, {1: chain(2)}, {})["sglang"] == {
         "--speculative-num-steps": 5,
         "--speculative-eagle-topk": 4,
         "--speculative-num-draft-tokens": 20,
     }
+
+
+def test_llama_cpp_takes_the_least_probability_of_the_length_it_takes() -> None:
+    chains = {1: NONE, 2: chain(3), 8: chain(1)}
+    least = known_least([(1, None), (2, 0.0), (8, 0.5)])
+    assert llama_cpp_settings(chains, least) == {N_MAX: 3, P_MIN: 0.0}
+    assert llama_cpp_settings({1: NONE, 8: chain(1)}, least) == {N_MAX: 1, P_MIN: 0.5}
+    assert llama_cpp_settings({1: NONE}, least) == {}
 
 
 def test_sglang_is_asked_for_no_more_nodes_than_it_grows() -> None:
@@ -77,7 +89,7 @@ def test_sglang_is_asked_for_no_more_nodes_than_it_grows() -> None:
         paths |= {(*path, rank) for path in paths for rank in (0, 1) if sum(path) + rank < 2}
     static = Draft("tree", 6, choices=tuple(sorted(paths - {()})))
     assert static.size > 23
-    found = engine_settings({1: static}, {1: chain(2)})["sglang"]
+    found = engine_settings({1: static}, {1: chain(2)}, {})["sglang"]
     assert found["--speculative-eagle-topk"] == 2
     assert found["--speculative-num-draft-tokens"] == 1 + 2 + 5 * 4
 

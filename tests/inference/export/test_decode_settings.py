@@ -10,15 +10,15 @@ import pytest
 from heads.api.errors import UserError
 from inference.decoding.decode_file import write_tuned
 from inference.decoding.draft import NONE, Draft
-from inference.engines.settings import LENGTHS, TOKENS
+from inference.engines.settings import LENGTHS, P_MIN, TOKENS
 from inference.export.layouts.folder import ExportNotes
 from inference.manifest import checkpoint_hash
 from inference.target.model import TargetModel
 from tests.inference.export.ground import save, write
 
 
-def tune(folder: Path, depths: dict[int, int]) -> None:
-    """A decode.yaml with these greedy rows."""
+def tune(folder: Path, depths: dict[int, int], least: float | None = None) -> None:
+    """A decode.yaml with these greedy rows. least: the least probability of a drafted token."""
     numbers = {
         "predicted_tokens_per_second": 1.0,
         "tokens_per_second": 1.0,
@@ -33,6 +33,7 @@ def tune(folder: Path, depths: dict[int, int]) -> None:
             "temperature": 0.0,
             "draft": (Draft("chain", depth) if depth else NONE).plain(),
             "chain": (Draft("chain", depth) if depth else NONE).plain(),
+            "least_probability": least,
             "rule": "match",
         }
         | numbers
@@ -103,3 +104,32 @@ def test_the_settings_of_a_tuning_or_of_simulated_traffic_go_along(
     other = save(target, "eagle3_plain", tmp_path / "train" / "third" / "best")
     with pytest.raises(UserError, match=r"has no settings of vllm for 'third'.* mine, other"):
         write(target, other, tmp_path / "no", "vllm", settings=str(tmp_path / "traffic.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "carried"),
+    [
+        ("distilled", True),
+        ("eagle3_llama_cpp", True),
+        ("jetspec", True),
+        ("dflash", False),  # drafts its whole block, for which the value was not chosen
+        ("dspark", False),
+    ],
+)
+def test_a_gguf_file_is_served_with_the_least_probability(
+    target: TargetModel, tmp_path: Path, name: str, carried: bool
+) -> None:
+    pytest.importorskip("gguf")
+    mine = save(target, name, tmp_path / "mine")
+    tune(mine, {1: 3, 8: 1}, least=0.35)
+    notes = write(target, mine, tmp_path / "out", "llama.cpp")
+    assert notes.decode_settings == ({P_MIN: 0.35} if carried else {})
+    assert notes.serve.endswith(f" --spec-draft-n-max 3 {P_MIN} 0.35") is carried
+    if carried:
+        fixed = write(target, mine, tmp_path / "fixed", "llama.cpp", tokens=2)
+        assert fixed.serve.endswith(" --spec-draft-n-max 2")
+    given = tmp_path / "tune.json"
+    chosen = {"--spec-draft-n-max": 3, P_MIN: 0.0}
+    given.write_text(json.dumps({"engines": {"llama.cpp": chosen}}))
+    read = write(target, mine, tmp_path / "given", "llama.cpp", settings=str(given))
+    assert read.decode_settings == ({P_MIN: 0.0} if carried else {})

@@ -7,10 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
-from inference.traffic.advice import Way, advise, seen_by_users
+from inference.engines.settings import N_MAX, P_MIN
+from inference.measure.prompts import Prompt
+from inference.traffic.advice import Way, advise, seen_by_users, ways_to_serve
 from inference.traffic.arrivals import Arrival
+from inference.traffic.config import TrafficConfig
 from inference.traffic.simulate import Costs, Served, SimulatedRequest
+from tests.inference.decoding.test_lossless_kinds import drafter_of
+from tests.models import random_target
 
 ROWS = 8
 PLAIN = Way(
@@ -28,6 +34,7 @@ LONG = Way(
     Costs(COSTLY, (0.0,) * ROWS, 0.001, 0.0),
     {"": [2], "easy": [4]},
     {"cache": 110, "weights": 50},
+    {1: 0.3, 8: 0.6},
 )
 SHORT = Way(
     "a",
@@ -51,6 +58,7 @@ def test_a_quiet_server_gets_the_long_draft_and_a_crowded_one_the_short_draft() 
         "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": [[1, 2, 4], [3, 8, 1]],
     }
+    assert quiet["engines"]["a"]["llama.cpp"] == {N_MAX: 4, P_MIN: 0.3}
     crowded = advise(ways, crowd(0.001), ROWS)
     assert crowded["concurrency"]["p95"] > ROWS  # some wait
     assert crowded["best"]["p95"] == {"drafter": "a", "draft": "chain 1"}
@@ -90,3 +98,16 @@ def test_what_users_see_is_counted_from_their_arrival() -> None:
     seen = seen_by_users(jobs, [Served(1.0, 3.0), Served(4.0, 5.0)])
     assert seen["tokens_per_second"] == 2.0
     assert seen["latency"]["p50"] == 3.0 and seen["first_token"]["p50"] == 1.5
+
+
+def test_chains_that_llama_cpp_ends_early_have_a_least_probability() -> None:
+    target = random_target()
+    prompts = [Prompt(f"p{n}", "x", tokens=tuple(range(3, 8 + n))) for n in range(3)]
+    config = TrafficConfig(rows=3, depths=(2,), batches=(1,), max_new_tokens=4, repeats=1)
+    drafters = {kind: drafter_of(kind, target) for kind in ("distilled", "medusa")}
+    ways = ways_to_serve(config, target, drafters, prompts, DecodeConfig(), 32)
+    assert [(way.drafter, sorted(way.least)) for way in ways] == [
+        ("none", []),
+        ("distilled", [1, 2, 3]),
+        ("medusa", []),
+    ]

@@ -64,6 +64,7 @@ def row(
         "temperature": temperature,
         "draft": draft.plain(),
         "chain": (chain or draft.as_chain).plain(),
+        "least_probability": None,
         "rule": "match" if temperature == 0 else "specinfer",
         "label": draft.label,
         "predicted_tokens_per_second": 140.0,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +20,11 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import CostCurves, CostPoint
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord
 from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
+from inference.tune.confidence import CANDIDATES, best_threshold, speeds
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, TimedRun
 from inference.tune.survey import Survey
@@ -473,3 +476,105 @@ def test_prompts_must_be_there_and_of_known_domains(target: TargetModel) -> None
         UserError, match=r"tuning needs at least two prompts that fit into \d+ positions .* 1 do"
     ):
         tuner_of(target, prompts_per_domain=1)
+
+
+# The least probability of a drafted token
+
+
+Texts = list[list[PassRecord]]
+"""For each text a pass at every position."""
+
+
+def cut_speed(texts: Texts, seconds: Sequence[float], least: float) -> float:
+    """Tokens per second of a threshold, pass by pass and token by token."""
+    tokens, spent = 0, 0.0
+    for records in texts:
+        place = 0
+        while place < len(records):
+            drafted = 0
+            for probability in records[place].confidence:
+                if probability < least:
+                    break
+                drafted += 1
+            spent += seconds[drafted]
+            for _ in range(min(records[place].accepted, drafted) + 1):
+                tokens, place = tokens + int(place < len(records)), place + 1
+    return tokens / spent
+
+
+def drafted_texts(depth: int, chance: Callable[[float], float]) -> Texts:
+    """Texts whose drafted tokens are accepted with a chance that depends on their probability."""
+    rng = random.Random(depth)
+
+    def record(left: int) -> PassRecord:
+        sure = tuple(rng.choice([rng.random(), 0.5]) for _ in range(depth))
+        kept = next((n for n, each in enumerate(sure) if rng.random() > chance(each)), depth)
+        count = min(kept + 1, left)
+        return PassRecord(min(kept, count), count, kept < count, confidence=sure)
+
+    return [[record(left) for left in range(rng.randint(1, 60), 0, -1)] for _ in range(40)]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+def test_speeds_of_thresholds_are_those_of_a_plain_loop(depth: int) -> None:
+    texts = drafted_texts(depth, lambda sure: sure)
+    seconds = [0.01 * 1.1**drafted for drafted in range(depth + 1)]
+    expected = [cut_speed(texts, seconds, least) for least in CANDIDATES]
+    assert speeds(texts, seconds) == pytest.approx(expected)
+    assert best_threshold(texts, seconds) == CANDIDATES[expected.index(max(expected))]
+
+
+def test_a_threshold_is_chosen_only_where_it_pays() -> None:
+    sure = drafted_texts(6, lambda sure: float(sure >= 0.5))
+    steep, flat = [0.01 + 0.004 * n for n in range(7)], [0.01] * 7
+    assert 0.4 < best_threshold(sure, steep) <= 0.5  # what is rejected is not drafted
+    assert best_threshold(sure, flat) == 0.0  # nothing is saved: of equal ones the lowest
+    blind = drafted_texts(6, lambda _: 0.9)
+    assert best_threshold(blind, [0.01 + 0.0001 * n for n in range(7)]) == 0.0
+    hopeless = drafted_texts(6, lambda _: 0.0)
+    assert best_threshold(hopeless, steep) == CANDIDATES[-1]
+
+
+@pytest.mark.parametrize("stepwise", [True, False])
+def test_an_ended_chain_costs_what_was_computed_of_it(stepwise: bool) -> None:
+    def points(nodes: Sequence[int], each: float) -> tuple[CostPoint, ...]:
+        return tuple(
+            CostPoint(n, b, length, each * n, 0.0, 0.0)
+            for n in nodes
+            for b in (1, 4)
+            for length in (10, 50)
+        )
+
+    chains = {f"chain {depth}": points([depth + 1], 0.002) for depth in (1, 2, 4)}
+    commits = {name: points([item[0].nodes], 0.001) for name, item in chains.items()}
+    verify = points([1, 2, 3, 5], 0.01)
+    found = StepCosts(CostCurves("t", "cpu", "float32", "eager", 1, verify, chains, commits))
+    clock = StepClock(torch.device("cpu"))
+    clock.passes = 1  # drafting takes three times as long as on the curve, and other work a second
+    clock.seconds = {"draft": 0.03, "verify": 0.05, "commit": 0.005, "other": 1.0}
+    found.calibrate("chain", 1, [TimedRun(Draft("chain", 4), 20, 0, clock)])
+    drafting = [0.004, 0.006, 0.008, 0.010, 0.010] if stepwise else [0.010] * 5
+    expected = [
+        3 * draft + 0.01 * (drafted + 1) + 0.005 + 1.0 for drafted, draft in enumerate(drafting)
+    ]
+    assert found.by_drafted(Draft("chain", 4), stepwise, 1, 20) == pytest.approx(expected)
+
+
+def test_a_greedy_row_has_the_least_probability_that_its_verifications_favour(
+    target: TargetModel, clocked: Any
+) -> None:
+    clocked(free_drafts)
+    changes = {"nodes": (), "thresholds": (), "depths": (1, 4), "batches": (1,)}
+    changes |= {"prompts_per_domain": 2, "finalists": 1, "close_rounds": 0, "max_new_tokens": 6}
+    tuner = tuner_of(target, "distilled", temperatures=(0.0, 1.0), **changes)
+    greedy, sampled = tuner.tune()
+    chain = Draft.read(greedy["chain"])
+    texts = tuner.survey(0.0).everywhere[chain]
+    assert all(len(record.confidence) == chain.depth for records in texts for record in records)
+    seconds = tuner.step_costs().by_drafted(chain, True, 1, 10)
+    loop = [cut_speed(texts, seconds, least) for least in CANDIDATES]
+    assert greedy["least_probability"] == CANDIDATES[loop.index(max(loop))]
+    assert sampled["least_probability"] is None
+    assert tuner.least_probability(NONE, 0.0, 1) is None
+    medusa = tuner_of(target, **changes)  # llama.cpp does not draft with it
+    assert medusa.least_probability(Draft("chain", 1), 0.0, 1) is None
