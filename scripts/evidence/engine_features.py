@@ -52,8 +52,8 @@ from scripts.evidence.small_targets import (
 from scripts.tools.common import ROOT, command, cpu_target
 from train.data.pack import PackedData, parity_documents, read_documents
 from train.features.config import FeaturesConfig
+from train.features.document_target import document_target
 from train.features.vllm.command import serve_command
-from train.features.vllm.target import document_target
 
 HEADS = ("eagle3", "dspark")
 PRECISIONS = {"float32": ("float32", "fp32"), "bfloat16": ("bfloat16", "bf16")}

@@ -26,10 +26,10 @@ from scripts.config.schema import Settings, load_settings
 from scripts.run.folder import open_folder, require_answers
 from scripts.run.process import is_main_process, prepare_process, shown
 from train.features.base import FeatureTarget
+from train.features.document_target import document_target
 from train.features.remote.server import serve
 from train.features.store.claims import Claims
 from train.features.store.writer import StoreJob, gib, needs_of, write_features
-from train.features.vllm.target import document_target
 from train.target.parts import load_parts
 
 Head = tuple[str, str, Any]

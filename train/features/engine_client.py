@@ -31,8 +31,8 @@ from heads.api.target_info import UNKNOWN_REVISION, TargetInfo
 from inference.engines.client import PROBE
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
+from train.features.last_state import agrees
 from train.features.servers import Address, FailureError, Servers
-from train.features.vllm.last_state import agrees
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
 """Bytes that an answer may have besides its tokens, and per token."""

@@ -14,6 +14,7 @@ from inference.target.model import TargetModel
 from train.data.loader import PackedBatch, StepLoader
 from train.features.base import Features, FeatureTarget, OnlineFeatures
 from train.features.config import FeaturesConfig
+from train.features.document_target import document_target
 from train.features.fetch import FetchedFeatures, Source, ThreadedSource
 from train.features.group import GroupSource
 from train.features.remote import wire
@@ -21,7 +22,6 @@ from train.features.remote.client import RemoteClient
 from train.features.store.batches import Content, batch_on, top_word
 from train.features.store.layout import precision_of
 from train.features.store.reader import StoreReader
-from train.features.vllm.target import document_target
 
 
 @torch.no_grad()

@@ -27,8 +27,8 @@ from heads.api.target_info import TargetInfo
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.engine_client import MOST_AROUND, TOKEN_BYTES, EngineClient, model_words
+from train.features.last_state import gap_of
 from train.features.servers import Address, FailureError
-from train.features.vllm.last_state import gap_of
 
 SPARE = 7
 """SGLang takes prompts that are shorter than its context by at least this many positions."""

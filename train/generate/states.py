@@ -29,8 +29,8 @@ from inference.decoding.requests import Completion
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from train.data.states import write_states
+from train.features.last_state import agrees, gap
 from train.features.servers import FailureError
-from train.features.vllm.last_state import agrees, gap
 from train.features.vllm.states_file import NAME, evict_of, read_states, require_room, sweep
 from train.generate.backends.protocols import Json
 from train.generate.sampling import SamplingConfig

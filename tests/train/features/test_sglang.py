@@ -25,11 +25,11 @@ from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
+from train.features.document_target import DocumentTarget, document_target
 from train.features.fetch import FetchedFeatures
 from train.features.make import make_features
 from train.features.sglang import SPARE, launch_command
 from train.features.store.writer import write_features
-from train.features.vllm.target import DocumentTarget, document_target
 from train.run import train
 from train.target.parts import load_parts
 from train.tracking.tracker import LOG_FILE, read_log

@@ -36,6 +36,7 @@ from train.data.loader import StepLoader
 from train.data.pack import PackedData
 from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
+from train.features.document_target import document_target, whole_documents
 from train.features.fetch import FetchedFeatures
 from train.features.make import make_features
 from train.features.remote.server import FeatureServer
@@ -43,7 +44,6 @@ from train.features.store.writer import write_features
 from train.features.vllm.client import VllmClient
 from train.features.vllm.command import serve_command
 from train.features.vllm.states_file import NAME, STALE_SECONDS
-from train.features.vllm.target import document_target, whole_documents
 from train.run import train
 from train.target.parts import load_parts
 from train.tracking.tracker import LOG_FILE, read_log

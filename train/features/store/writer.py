@@ -40,12 +40,12 @@ from train.data.pack import PackedData
 from train.data.permute import stable_permutation
 from train.features.base import FeatureTarget, OnlineFeatures
 from train.features.config import FeaturesConfig
+from train.features.document_target import document_target
 from train.features.store import layout
 from train.features.store.batches import Content, Form, Logits, encode_batch, join_rows, to_cpu
 from train.features.store.claims import Claims, disk_error
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
 from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
-from train.features.vllm.target import document_target
 from train.processes import terminable
 
 logger = logging.getLogger(__name__)

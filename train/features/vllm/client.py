@@ -24,9 +24,9 @@ from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.engine_client import MOST_AROUND, TOKEN_BYTES, EngineClient
+from train.features.last_state import gap
 from train.features.servers import Address, FailureError
 from train.features.vllm.command import layers_of, serve_command
-from train.features.vllm.last_state import gap
 from train.features.vllm.states_file import NAME, evict_of, read_states, require_room, sweep
 from train.generate.backends.protocols import same_tokenizer
 

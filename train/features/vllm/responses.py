@@ -17,7 +17,7 @@ from inference.target.model import TargetModel
 from train.data.answers import read_answers
 from train.data.pack import weighted_documents
 from train.data.states import ResponseStatesFile, digest, path_of
-from train.features.vllm.last_state import agrees, gap
+from train.features.last_state import agrees, gap
 
 HOW = (
     "Generate with sampling.states and sampling.state_layers, or use another features.mode or "

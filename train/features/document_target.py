@@ -22,9 +22,9 @@ from heads.api.features import FeatureSpec
 from heads.nn.packing import Document, documents
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
+from train.features.last_state import normed
 from train.features.sglang import SglangClient
 from train.features.vllm.client import VllmClient
-from train.features.vllm.last_state import normed
 from train.features.vllm.responses import ResponseStates
 from train.features.workers import Workers
 
