@@ -3,6 +3,7 @@ folder."""
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import sys
@@ -88,6 +89,20 @@ def restore_launcher_variables() -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """A command that runs in this process may configure logging (Hydra's own settings do); what it
+    leaves would write the records of later tests to its closed streams."""
+    root = logging.getLogger()
+    level, before = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in [each for each in root.handlers if each not in before]:
+        if not type(handler).__module__.startswith("_pytest"):
+            root.removeHandler(handler)
+            handler.close()
 
 
 @pytest.fixture
