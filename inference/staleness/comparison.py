@@ -69,8 +69,8 @@ class Comparison:
     """What limits the result."""
     guaranteed: bool = True
     """Off: the counters are not of the windows, so the test's rates do not hold."""
-    ended: UserError | None = None
-    """Why a running server could not be watched to the end."""
+    ended: UserError | KeyboardInterrupt | None = None
+    """Why a running server was not watched to the end."""
 
     def __post_init__(self) -> None:
         self.begin()
@@ -120,8 +120,9 @@ class Comparison:
 
     def add_running(self, address: str) -> None:
         """Feed the test a running server's windows as they end. Stops under the same conditions as
-        decoding. If the server cannot be watched any more, keeps the error beside the result so
-        far; raises it if there is none."""
+        decoding. If the server cannot be watched any more, or Ctrl-C ends the watch, keeps the error
+        beside the result so far; raises it if there is none. The test's error rate holds whenever
+        it is stopped."""
         windows = Windows(self.config.window, self.reference.depth)
         begun = False
         try:
@@ -135,11 +136,11 @@ class Comparison:
                     self.note(name, windows.totals()[domain])
                 if self.config.stop and self.test.alarms:
                     break
-        except UserError as error:
+        except (UserError, KeyboardInterrupt) as error:
             if not self.test.fresh:
                 raise
             self.ended = error
-            self.remarks.append(f"The watch ended early. {error}")
+            self.remarks.append(f"The watch ended early. {str(error) or 'It was interrupted.'}")
         self.heed(windows)
 
     def heed(self, windows: Windows) -> None:

@@ -55,9 +55,9 @@ def learn(settings: Settings, found: Found, decode: DecodeConfig) -> int:
 
 
 def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
-    """Compare fresh traffic with the reference; returns the exit status, 1 for an alarm. Raises
-    `UserError` for a server that could not be watched to the end, unless its result so far, which
-    is written, is an alarm."""
+    """Compare fresh traffic with the reference; returns the exit status: 1 for an alarm, 130 after
+    Ctrl-C. Raises `UserError` for a server that could not be watched to the end, unless its result
+    so far, which is written, is an alarm."""
     config, weights = settings.watch, weights_file(found.folder)
     reference = find_reference(config.reference, found.folder, file_sha256(weights))
     comparison = Comparison(config, reference)
@@ -99,8 +99,10 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
         folder.finish()
     show(result, console())
     say(shown(path))
-    if failed is not None:
+    if isinstance(failed, UserError):
         raise UserError(f"{failed} The result so far is in '{shown(path)}'.")
+    if failed is not None:
+        return 130
     return 1 if result.alarms else 0
 
 

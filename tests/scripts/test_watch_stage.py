@@ -4,7 +4,9 @@ what it is worth on another."""
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections import deque
 from dataclasses import replace
 from itertools import count
@@ -362,6 +364,34 @@ def test_what_was_seen_of_a_server_that_goes_is_written(
     assert drift("fallen")["alarms"] and len(drift("fallen")["remarks"]) == 2  # type: ignore[arg-type]
     assert watch("nothing", 1.0, 0) == 2
     assert not Path("outputs/default/nothing").exists()
+
+
+def test_what_was_seen_until_ctrl_c_is_written(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate = Reference.read(reference).tallies["code"].acceptance
+    given = ["watch", f"watch.drafter={place / 'drafter'}", f"watch.reference={reference}"]
+    given += ["watch.every=0.01", "watch.seconds=600", "watch.window=100", "watch.stop=false"]
+
+    def watch(name: str, windows: int) -> int:
+        looks = count(1)
+
+        def show() -> str:
+            look = next(looks)
+            if look == windows + 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return SCRAPE.format(passes=200 * look, accepted=int(rate * 200 * look))
+
+        with serving() as stub:
+            stub.show = show  # type: ignore[method-assign]
+            return main([*given, f"watch.metrics=[{stub.base}/metrics]", f"watch.name={name}"])
+
+    assert watch("calm", 6) == 130
+    content = drift("calm")
+    assert content["domains"]["code"]["answers"] >= 5 and content["alarms"] == []  # type: ignore[index]
+    assert "The watch ended early. It was interrupted." in content["remarks"]  # type: ignore[operator]
+    assert "calm/staleness.json" in capsys.readouterr().out
+    assert watch("nothing", 0) == 130 and not Path("outputs/default/nothing").exists()
 
 
 VLLM_SCRAPE = """vllm:spec_decode_num_drafts_total{{engine="0"}} {passes}
