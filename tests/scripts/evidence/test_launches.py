@@ -10,6 +10,7 @@ from transformers import Qwen3Config
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
+from heads.nn.blocks import RMSNorm
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import Bench
@@ -52,6 +53,16 @@ def test_views_and_allocations_launch_nothing_and_a_kernel_of_ours_once() -> Non
     assert tokens.shape == picks.shape and tree.num_nodes == 3
     assert launches.take("step").products == 1
     assert launches.take("step") == Tally()
+
+
+def test_a_product_of_three_dimensions_and_a_norm_of_a_drafter_are_one_launch_each() -> None:
+    product, norm, states = torch.nn.Linear(6, 4, bias=False), RMSNorm(4, 1e-5), torch.ones(2, 3, 6)
+    torch.nn.init.ones_(norm.weight)
+    launches = Launches()
+    with torch.no_grad(), launches, launches.kernels():
+        out = norm(product(states))
+    assert out.shape == (2, 3, 4)
+    assert launches.take("") == Tally(2, 1)
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +118,10 @@ def test_bytes_are_those_that_a_step_reads(target: TargetModel) -> None:
 
 
 def test_merged_projections_are_fewer_products() -> None:
-    """Of 12 compiled launches 8 take a launch's time, of 46 plain ones 39."""
-    steps = [Tally(46, 7) * LLAMA.layers, Tally(12, 4) * LLAMA.layers]
+    """Of 12 compiled launches 8 take a launch's time, of 39 plain ones 32."""
+    steps = [Tally(39, 7) * LLAMA.layers, Tally(12, 4) * LLAMA.layers]
     at = times(LLAMA, 512, steps, Tally(), Tally(100, 41))
-    saved = 1000 * StepModel().launch_seconds * LLAMA.layers * (39 - 8)
+    saved = 1000 * StepModel().launch_seconds * LLAMA.layers * (32 - 8)
     for name in ("plain_ms", "eagle3_ms"):
         assert at[name][0] - at[name][1] == pytest.approx(saved)
     # 8 kv heads of 128 in 32 layers: 128 KiB per token; EAGLE-3 reads 5 layers' more
@@ -137,7 +148,7 @@ def test_a_compiled_layer_takes_twelve_launches() -> None:
     for shape in (TOY, qwen):
         assert compiled_layer(replace(shape, layers=2)) == Tally(12, 4)
     llama = count("llama31_8b", LLAMA, TOY)
-    assert 40 <= llama["layer"] <= 50
+    assert 35 <= llama["layer"] <= 45
     assert llama["layer_compiled"] == 12
     assert llama["layer_products"] == [7, 4] and llama["eagle3_products"] == 8 * DEPTH + 1
     assert llama["ideal_ms"] < llama["plain_ms"][1] < llama["plain_ms"][0] < llama["eagle3_ms"][0]
