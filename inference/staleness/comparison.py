@@ -120,9 +120,9 @@ class Comparison:
 
     def add_running(self, address: str) -> None:
         """Feed the test a running server's windows as they end. Stops under the same conditions as
-        decoding. If the server cannot be watched any more, or Ctrl-C ends the watch, keeps the error
-        beside the result so far; raises it if there is none. The test's error rate holds whenever
-        it is stopped."""
+        decoding. If the server cannot be watched any more, or Ctrl-C ends the watch, keeps the
+        error beside the result so far; raises it if there is none. The test's error rate holds
+        whenever it is stopped."""
         windows = Windows(self.config.window, self.reference.depth)
         begun = False
         try:
