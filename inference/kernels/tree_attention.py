@@ -66,7 +66,8 @@ def launch_config(
     It is chosen for H100 and H200 (132 SMs, 228 KiB of shared memory each, matrix instructions of
     64 rows per four warps) from the compiler's reports for sm_90: 16-bit kernels with heads up to
     256 spill at most 8 bytes of registers, larger heads and float32 some hundred. shared: bytes of
-    shared memory per program; on GPUs with less, tiles shrink until they fit.
+    shared memory per program; on GPUs with less, which are older than Hopper, tiles shrink until
+    they fit.
     """
     block_r = 1 if rows <= 64 else 4  # few rows are spread over many programs
     wide = head_dim > 128
@@ -84,6 +85,10 @@ def launch_config(
         launch = Launch(block_m, 32, 8, 2, block_r) if wide else Launch(block_m, 64, 4, 3, block_r)
         if block_m == 128:  # a large tree: its rows read the cache once, not once per 64
             launch = replace(launch, num_warps=8, num_stages=2)
+        elif block_m == 64 and not wide and shared < HOPPER_SHARED:
+            # before Hopper, matrix instructions read their operands from registers, of which four
+            # warps have too few
+            launch = replace(launch, block_n=32, num_warps=8)
     size = triton.next_power_of_2(head_dim) * dtype.itemsize
     while launch.block_n > 16:
         if (launch.block_m + 2 * launch.num_stages * launch.block_n) * size <= shared:

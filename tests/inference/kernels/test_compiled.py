@@ -138,19 +138,6 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path, repository: Path) -> None
     )
 
 
-def spills(capability: str, version: str) -> dict[str, list[int]]:
-    """Bytes that kernels with known spills may spill, launch by launch, with a version of triton.
-
-    sm_80: the attention of a drafter's level of ten nodes (40 rows of 128 on four warps) has more
-    accumulators than registers, because only Hopper's matrix instructions read both operands from
-    shared memory. It has never run on such a GPU, so no other launch is known to be faster.
-    Triton 3.6 spills 8 bytes in one launch of the same kernel.
-    """
-    known = {"80": [0, 0, 232, 0, 0], "90": [0] * 5}[capability]
-    older = 8 if version.startswith("3.6.") else 0
-    return {"_split_kernel": [max(size, older) for size in known]}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_no_kernel_spills(capability: str, repository: Path, tmp_path: Path) -> None:
@@ -166,11 +153,11 @@ def test_no_kernel_spills(capability: str, repository: Path, tmp_path: Path) -> 
         launches.setdefault(found["kernel"], []).append(found)
         assert not found["float64"], f"{found['kernel']} computes in 64-bit floats"
     assert set(launches) == kernel_names()
-    allowed = spills(capability, triton_version() or "")
+    # triton 3.6 spills 8 bytes in one launch of this kernel
+    allowed = {"_split_kernel": 8} if (triton_version() or "").startswith("3.6.") else {}
     for name, several in launches.items():
         spilled = [launch["spilled"] for launch in several]
-        most = allowed.get(name, [0] * len(spilled))
-        assert all(a <= b for a, b in zip(spilled, most, strict=True)), (name, spilled, most)
+        assert max(spilled) <= allowed.get(name, 0), (name, spilled)
     if capability == "90":
         # what `launch_config` counts on: two programs per SM, and Hopper's matrix instructions
         large = launches["_split_kernel"][0]
