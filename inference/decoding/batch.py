@@ -126,7 +126,7 @@ class BatchRun:
 
     def _launch(self) -> Pending:
         """Launch a step. While results are unread, the longest row's length is an upper bound."""
-        self.lanes.grammars.force()
+        self.lanes.grammars.look_ahead()
         running = [item for item in self.running if item is not None]
         self.lanes.wishes.logprobs = _asks_logprobs(running)
         # from the tokens that the host has read: true too often at worst

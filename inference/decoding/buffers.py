@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.api.drafter import TargetStates
+from heads.api.drafter import TargetStates, TrainableDrafter
 from heads.api.features import FeatureSpec
 from heads.api.state import first_rows, read_rows, write_back, write_rows
 from heads.api.tree import DraftShape, TokenTree
@@ -80,7 +80,7 @@ class Lanes:
             static, vocab = target.device.type == "cuda" or decode.compiles, target.info.vocab_size
             self.own = RowSettings(rows, self.settings, vocab, target.device, static)
         size = target.info.vocab_size
-        self.grammars = RowGrammars(rows, tree.num_nodes, size, target.device)
+        self.grammars = RowGrammars(rows, tree, size, target.device)
         self.wishes = StepWishes()
         self._work_with(drafter)
 
@@ -92,7 +92,8 @@ class Lanes:
             drafter = AheadDrafter(drafter, tree, target.device, self.clock, decode.ahead_threads)
         self.drafter, self.needs = drafter, needs if drafter is None else drafter.needs
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, self.count)
-        self.grammars.tell_forced(self.needs.forced)
+        # drafters without weights look their drafts up, or read them off the target's logits
+        self.grammars.tell(self.needs.forced, leads=isinstance(drafter, TrainableDrafter))
         limits = self.limits
         self.keeps_logits = self.details or (limits is not None and limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)

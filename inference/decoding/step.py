@@ -27,6 +27,7 @@ from inference.decoding.pass_details import pass_details
 from inference.decoding.rules.base import Rule, Verdict
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.processors import Prefix, Processors
+from inference.decoding.structured.leading import LedNoise
 from inference.decoding.structured.rows import RowGrammars
 from inference.kernels.drafter_attention import drafter_kernel
 from inference.target.kv_cache import KVCache
@@ -253,9 +254,21 @@ class Decoder:
         if self.drafter.needs.forced and self.grammars is not None:
             assert self.grammars.forced is not None
             self.drafter.guide(state, self.grammars.forced[: rows.root.shape[0]])
+        noise = self._leading(rows)
+        drawn = self.noise if noise is None else noise
         if length is not None and self.limits is not None:
-            return self.limits.propose(self.drafter, state, self.noise, length, rows.root)
-        return cast(Proposal, self.drafter.propose(state, self.noise))
+            proposal = self.limits.propose(self.drafter, state, drawn, length, rows.root)
+        else:
+            proposal = cast(Proposal, self.drafter.propose(state, drawn))
+        return proposal if noise is None else noise.led(proposal)
+
+    def _leading(self, rows: Rows) -> LedNoise | None:
+        """The drafter's noise of a step in which a row has a grammar, if it draws its tokens
+        now."""
+        if not self.constrained or self.grammars is None or self.grammars.lead is None:
+            return None
+        lead = self.grammars.lead.first(rows.root.shape[0])
+        return LedNoise(self.noise, lead, rows.lengths, self.tree.is_chain)
 
     def _draft_ahead(
         self, drafter: AheadDrafter, proposal: Proposal, rows: Rows, state: Any

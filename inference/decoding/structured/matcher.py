@@ -66,6 +66,23 @@ class Matcher:
                 self._visit(child, words, tokens, children)
                 self._grammar.rollback(1)
 
+    def path(self, words: Tensor) -> list[int]:
+        """Walk the forced text token by token: write the tokens allowed after the committed text
+        and after every token of the walk to words [D, W] int32 on the CPU, whose other rows stay as
+        they are; returns the walked tokens, fewer than D."""
+        walked: list[int] = []
+        forced = self.forced(len(words) - 1)
+        for place, own in enumerate(words):
+            self._grammar.fill_next_token_bitmask(words, place)
+            if place == len(forced) or not allows(own, forced[place]):
+                break
+            if not self._grammar.accept_token(forced[place]):
+                break
+            walked.append(forced[place])
+        if walked:
+            self._grammar.rollback(len(walked))
+        return walked
+
     def forced(self, most: int) -> list[int]:
         """Up to `most` tokens that spell the text that must follow, with the longest token at each
         place. The answer may spell the same text with other tokens."""

@@ -1,12 +1,12 @@
-"""The grammars of a batch's rows: their masks on the device, and the tokens that they force.
+"""The grammars of a batch's rows: their masks on the device, and what they tell a drafter.
 
 A step with a constrained row waits for the host once. The drafted tokens are copied to the host
 (`ask`), the host computes the masks of all nodes while the target verifies (`fill`), and the
 forbidden tokens are removed from the logits (`forbid`). The masks of rows without a grammar allow
 everything. Steps of a batch without a constrained row skip all of this.
 
-Legend: B rows, R rows that are decoded, N nodes, W = ceil(V / 32) words of 32 tokens each, V
-vocabulary.
+Legend: B rows, R rows that are decoded, N nodes, D deepest level, W = ceil(V / 32) words of 32
+tokens each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,26 +16,35 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from heads.api.drafter import FORCED_TOKENS, Proposal
+from heads.api.tree import DraftShape
+from inference.decoding.structured.leading import NO_TOKEN, Lead, unpacked
 from inference.decoding.structured.matcher import Matcher
 
 
 class RowGrammars:
     """See the module. forced: int64 [B, `FORCED_TOKENS`], the tokens that a row's grammar forces
-    after its root, padded with -1; None if the drafter does not need them.
+    after its root, padded with -1; None if the drafter does not need them. lead: what drafts are
+    led by (`leading`); None if the drafter draws no tokens.
 
-    Buffers are allocated with the first constrained request.
+    Buffers of masks are allocated with the first constrained request.
     """
 
-    def __init__(self, rows: int, nodes: int, vocab_size: int, device: torch.device) -> None:
-        self.nodes, self.vocab_size, self.device = nodes, vocab_size, device
+    def __init__(self, rows: int, tree: DraftShape, vocab_size: int, device: torch.device) -> None:
+        self.tree, self.vocab_size, self.device = tree, vocab_size, device
         self._matchers: list[Matcher | None] = [None] * rows
         self._buffers: _Buffers | None = None
         self.forced: Tensor | None = None
+        self.lead: Lead | None = None
+        self._leads = False
 
-    def tell_forced(self, wanted: bool) -> None:
-        """Keep `forced` from now on, or not."""
+    def tell(self, forced: bool, leads: bool) -> None:
+        """Keep `forced` and `lead` from now on, or not."""
         shape = len(self._matchers), FORCED_TOKENS
-        self.forced = torch.full(shape, -1, device=self.device) if wanted else None
+        self.forced = torch.full(shape, NO_TOKEN, device=self.device) if forced else None
+        self._leads = leads and self.tree.max_depth > 0
+        self.lead = None
+        if self.active:
+            self._allocate()
 
     @property
     def active(self) -> bool:
@@ -47,13 +56,20 @@ class RowGrammars:
     def put(self, row: int, matcher: Matcher | None) -> None:
         """Give a row its grammar, or none."""
         before, self._matchers[row] = self._matchers[row], matcher
-        if matcher is not None and self._buffers is None:
-            self._buffers = _Buffers(len(self._matchers), self.nodes, self._words, self.device)
+        if matcher is not None:
+            self._allocate()
         if before is not None and matcher is None:
             assert self._buffers is not None
             self._buffers.host[row] = -1
             if self.forced is not None:
-                self.forced[row] = -1
+                self.forced[row] = NO_TOKEN
+
+    def _allocate(self) -> None:
+        rows = len(self._matchers)
+        if self._buffers is None:
+            self._buffers = _Buffers(rows, self.tree.num_nodes, self._words, self.device)
+        if self._leads and self.lead is None:
+            self.lead = Lead.empty(rows, self.tree.max_depth, self._words, self.device)
 
     def move(self, source: int, target: int) -> None:
         """Continue a row's sequence in another row."""
@@ -84,15 +100,22 @@ class RowGrammars:
                 matcher.masks(own, [0], [[]])
         return words.to(self.device)
 
-    def force(self) -> None:
-        """Update `forced` with the tokens that every row's grammar forces next."""
-        if self.forced is None or not self.active:
-            return
-        found = []
-        for matcher in self._matchers:
-            tokens = [] if matcher is None else matcher.forced(FORCED_TOKENS)
-            found.append([*tokens, *[-1] * (FORCED_TOKENS - len(tokens))])
-        self.forced.copy_(torch.tensor(found))
+    def look_ahead(self) -> None:
+        """Update `forced` and `lead` with what every row's grammar says of the next tokens."""
+        if self.forced is not None and self.active:
+            found = []
+            for matcher in self._matchers:
+                tokens = [] if matcher is None else matcher.forced(FORCED_TOKENS)
+                found.append(padded(tokens, FORCED_TOKENS))
+            self.forced.copy_(torch.tensor(found))
+        if self.lead is not None and self.active:
+            size = self.tree.max_depth
+            paths, words = [], torch.full(self.lead.words.shape, -1, dtype=torch.int32)
+            for own, matcher in zip(words, self._matchers, strict=True):
+                path = [] if matcher is None else matcher.path(own)
+                paths.append(padded(path, size))
+            self.lead.tokens.copy_(torch.tensor(paths))
+            self.lead.words.copy_(words)
 
     # Within a step
 
@@ -164,6 +187,11 @@ class _Buffers:
             self.words[:rows].copy_(self.host[:rows], non_blocking=True)
 
 
+def padded(tokens: list[int], size: int) -> list[int]:
+    """`tokens` with `NO_TOKEN` behind them."""
+    return [*tokens, *[NO_TOKEN] * (size - len(tokens))]
+
+
 def children_of(parents: list[int]) -> list[list[int]]:
     """The children of every node, in their order; the root is its own parent."""
     children: list[list[int]] = [[] for _ in parents]
@@ -175,7 +203,5 @@ def children_of(parents: list[int]) -> list[list[int]]:
 
 def forbid(logits: Tensor, words: Tensor) -> Tensor:
     """Logits [R, N, V] with -inf at tokens without a bit in words [R, N, W] int32."""
-    place = torch.arange(32, dtype=torch.int32, device=words.device)
-    bits = (words[..., None] >> place) & 1
-    allowed = bits.flatten(-2)[..., : logits.shape[-1]] > 0
+    allowed = unpacked(words, None)[..., : logits.shape[-1]]
     return logits.masked_fill(~allowed, float("-inf"))
