@@ -14,6 +14,14 @@ def same_model(served: Served, known: str) -> bool:
     return last_name(known) in {last_name(served.name), last_name(served.root)}
 
 
+def may_be_same(one: Served, other: Served) -> bool:
+    """Whether two served models may be the same: by the last name of what they were loaded from or,
+    where one of them does not say, of what they are called."""
+    if one.root and other.root:
+        return last_name(one.root) == last_name(other.root)
+    return last_name(one.name) == last_name(other.name)
+
+
 def last_name(model: str) -> str:
     """The last part of a Hub id or a path, in lower case."""
     cached = re.search(r"models--(?:.+?--)?([^/]+)/snapshots/", model)

@@ -78,6 +78,8 @@ PARTS, SHARDS, PACKED, INPUT = "parts", "shards", "packed", "input"
 USES, RESERVED = ("validation", "bench"), "{}.jsonl"
 """The uses of held-out prompts, and their files in `INPUT`."""
 FAILURES, SETTINGS = "failures.jsonl", "generate.json"
+SERVED = f"{PARTS}/served.json"
+"""The models that servers named, until all rows are answered."""
 
 
 class AnswersManifest(TypedDict):
@@ -104,6 +106,8 @@ class AnswersManifest(TypedDict):
     failures: NotRequired[FileEntry]
     records: NotRequired[dict[str, Any]]
     """Folder, rows of both tables, answers without a record."""
+    served: NotRequired[list[dict[str, str]]]
+    """Name and root of the models that servers named."""
     states: NotRequired[StatesFacts]
     """Hidden states of the servers."""
     provenance: NotRequired[dict[str, object]]

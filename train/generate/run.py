@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from heads.api.errors import UserError
-from heads.api.reading import read_object
+from heads.api.reading import read_json, read_object
 from inference.decoding.config import DecodeConfig
 from inference.folders import discard, replace_part
 from inference.manifest import (
@@ -353,6 +353,8 @@ def finish(
     }
     if (job.out / RECORDS).is_dir():
         content["records"] = count_records(job.out, merged.counts[DONE])
+    if (job.out / answers.SERVED).is_file():
+        content["served"] = read_json(job.out / answers.SERVED)
     if layers := kept_layers(job.decode):
         shards = [job.out / entry["file"] for entry in merged.shards]
         documents = (tokens for tokens, _, _ in weighted_documents(shards, model.info))

@@ -300,6 +300,25 @@ def test_another_name_than_the_targets_is_a_warning(listed, served_model, warnin
     assert (warning in caplog.text) if warning else not caplog.text
 
 
+def test_responses_are_continued_by_the_model_that_gave_them(tmp_path):
+    """Of the same name at another place, or of the same place under another name."""
+
+    def connect(name, root):
+        standin = Standin("openai")
+        standin.listed = [entry(name, root)]
+        with serving(standin) as address:
+            ServerPool(settings(address), FACTS, out=tmp_path)
+
+    connect("tiny-8b", "models/a")
+    connect("chat", "elsewhere/a")
+    connect("chat", None)
+    for name, root in (("tiny-8b", "models/b"), ("law", None)):
+        with pytest.raises(UserError, match=f"serves '{name}'.*those of 'tiny-8b' from 'models/a'"):
+            connect(name, root)
+    served = json.loads((tmp_path / "parts" / "served.json").read_text())
+    assert [each["name"] for each in served] == ["tiny-8b", "chat", "chat"]
+
+
 def became(*listed, info=None):
     """A server is started again, and serves these."""
 

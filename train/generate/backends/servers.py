@@ -29,10 +29,13 @@ from pathlib import Path
 import httpx
 
 from heads.api.errors import UserError
+from heads.api.reading import read_json
 from inference.decoding.requests import Completion, Request
 from inference.engines.client import LONGEST_WAIT, PROBE, Served, asked_wait
-from inference.engines.models import described, same_model
+from inference.engines.models import described, may_be_same, same_model
+from inference.manifest import write_json
 from inference.target.loading import TargetConfig
+from train.data.answers import SERVED
 from train.features.servers import FailureError
 from train.generate.backends import protocols
 from train.generate.backends.protocols import BadAnswerError, Json, OpenAI, Protocol, SGLang
@@ -116,8 +119,9 @@ class ServerPool:
         config: TargetConfig | None = None,
         out: Path | None = None,
     ) -> None:
-        """config, out: of the target, and the responses' folder, for `sampling.states`. Raises
-        `UserError` for a server without answer, token ids or the target's tokenizer."""
+        """config: the target's, for `sampling.states`; out: the responses' folder. Raises
+        `UserError` for a server without answer, token ids or the target's tokenizer, and for one
+        that serves another model than those that gave the responses in `out`."""
         self.sampling, self.target = sampling, target
         self._stop = threading.Event()
         self.keeper: StatesKeeper | None = None
@@ -137,6 +141,8 @@ class ServerPool:
             verify=ssl.create_default_context(),
         )
         self.servers = [self._connect(address) for address in sampling.servers]
+        if out is not None:
+            self._require_earlier_models(out)
         self._answered = time.monotonic()
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
@@ -279,6 +285,23 @@ class ServerPool:
         except (ServerError, BadAnswerError, UserError) as error:
             raise _unusable(address, error) from error
         return server
+
+    def _require_earlier_models(self, out: Path) -> None:
+        """Compare the named models with those that gave the responses in `out`, and note them."""
+        path = out / SERVED
+        known = [Served(**each) for each in read_json(path)] if path.is_file() else []
+        named = [one for one in self.servers if one.served.name or one.served.root]
+        for server in named if known else []:
+            if not any(may_be_same(server.served, earlier) for earlier in known):
+                raise UserError(
+                    f"the server at {server.address} serves {described(server.served)}; the "
+                    f"responses in '{out}' so far are those of {described(known[0])}. Serve that "
+                    "model, or generate all of them again with run.overwrite=true."
+                )
+        found = dict.fromkeys((each.name, each.root) for each in known)
+        found |= dict.fromkeys((server.served.name, server.served.root) for server in named)
+        if found:
+            write_json(path, [{"name": name, "root": root} for name, root in found])
 
     def _warn_of_other_names(self, server: Server) -> None:
         target, served = self.target.info.id, server.served
