@@ -11,8 +11,8 @@ target's.
 Nodes of a tree have no path that could be followed while they are drawn. There, only the root's
 children are led.
 
-Legend: R rows, M positions of a call, D deepest level, N nodes, W = ceil(V / 32) words of 32 tokens
-each, V vocabulary, V' drafted part of it.
+Legend: R rows, M positions of a call, D deepest level, W = ceil(V / 32) words of 32 tokens each, V
+vocabulary, V' drafted part of it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class LedNoise:
 
 
 def unpacked(words: Tensor, token_ids: Tensor | None) -> Tensor:
-    """The bits of words [..., W] int32 as bools [..., V'], of `token_ids` [V'] or [..., 32 W]."""
+    """The bits of words [..., W] int32 as bools: [..., V'] of `token_ids` [V'], or [..., 32 W]."""
     if token_ids is not None:
         return (words[..., token_ids // 32] >> (token_ids % 32).to(torch.int32)) & 1 > 0
     place = torch.arange(32, dtype=torch.int32, device=words.device)

@@ -309,7 +309,9 @@ def test_responses_are_continued_by_the_model_that_gave_them(tmp_path):
         with serving(standin) as address:
             ServerPool(settings(address), FACTS, out=tmp_path)
 
+    connect("law", "models/b")  # gave none
     connect("tiny-8b", "models/a")
+    (tmp_path / "parts" / "0.parquet").touch()
     connect("chat", "elsewhere/a")
     connect("chat", None)
     for name, root in (("tiny-8b", "models/b"), ("law", None)):

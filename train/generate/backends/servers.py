@@ -29,7 +29,7 @@ from pathlib import Path
 import httpx
 
 from heads.api.errors import UserError
-from heads.api.reading import read_json
+from heads.api.reading import read_json, require_fit
 from inference.decoding.requests import Completion, Request
 from inference.engines.client import LONGEST_WAIT, PROBE, Served, asked_wait
 from inference.engines.models import described, may_be_same, same_model
@@ -289,10 +289,13 @@ class ServerPool:
     def _require_earlier_models(self, out: Path) -> None:
         """Compare the named models with those that gave the responses in `out`, and note them."""
         path = out / SERVED
-        known = [Served(**each) for each in read_json(path)] if path.is_file() else []
+        known: list[Served] = []
+        if path.is_file() and any(path.parent.glob("*.parquet")):  # otherwise nobody has answered
+            earlier = require_fit(list[dict[str, str]], read_json(path), f"'{path}'")
+            known = [Served(each.get("name", ""), each.get("root", "")) for each in earlier]
         named = [one for one in self.servers if one.served.name or one.served.root]
         for server in named if known else []:
-            if not any(may_be_same(server.served, earlier) for earlier in known):
+            if not any(may_be_same(server.served, one) for one in known):
                 raise UserError(
                     f"the server at {server.address} serves {described(server.served)}; the "
                     f"responses in '{out}' so far are those of {described(known[0])}. Serve that "
