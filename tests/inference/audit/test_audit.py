@@ -131,7 +131,9 @@ def test_only_what_moves_the_two_tokens_margin_excuses_it(
     """A route that lies far from the others at one token excuses a decision between it and another
     token, and no other decision."""
     plain = plain_answer(tied, request())
-    place, moved = 6, 5e-5
+    # far above the rounding of logits of about 3, which differs from CPU to CPU, and within the gap
+    # that float32 explains
+    place, moved, rounding = 6, 2e-4, 1e-5
     third = next(token for token in range(VOCAB) if token // 2 != plain[place] // 2)
     at_once = comparison._Replay._at_once
     verify = TargetModel.verify
@@ -154,8 +156,8 @@ def test_only_what_moves_the_two_tokens_margin_excuses_it(
     rest = plain_answer(tied, request((*PROMPT, *plain[:place], other), NEW - place - 1))
     report = check(tied, plain, [*plain[:place], other, *rest])
     first = report.found[0]
-    assert first.margin == pytest.approx(moved / 2, rel=0.05)
-    assert first.gap == pytest.approx(moved, rel=0.05)
+    assert first.margin == pytest.approx(moved / 2, abs=rounding)
+    assert first.gap == pytest.approx(moved, abs=rounding)
     assert first.near_tie is of_the_pair
 
 
