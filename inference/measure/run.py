@@ -164,6 +164,12 @@ class _RateColumn(bars.ProgressColumn):
         return Text(f"{task.speed or 0.0:.1f} answers/s")
 
 
+def _columns(title: str, *rate: bars.ProgressColumn) -> tuple[bars.ProgressColumn, ...]:
+    """The columns of a progress bar. rate: a column before the time left."""
+    done = (bars.TextColumn(title), bars.BarColumn(), bars.MofNCompleteColumn())
+    return (*done, *rate, bars.TimeRemainingColumn())
+
+
 @dataclass
 class _Session:
     """One measurement: the prompts, and an engine per arm, the baseline first."""
@@ -217,26 +223,28 @@ class _Session:
             compiled = [arm for arm in self.arms if arm.decode.compiles]
             taps = [tap for arm in compiled for tap in arm.drafter.needs.taps]
             stack.enter_context(self.target.taps.share(taps))
-            self.warm_up()
+            self.warm_up(console)
             self.run(console)
 
-    def warm_up(self) -> None:
-        """Decode the warm-up prompts with every arm: allocations, thread pools and caches
-        settle."""
-        for name, engine in self.engines.items():
-            for request in self.warmup:
-                _answer(engine, request)
-            self.memory[name] = engine.memory_bytes()
-        for peer in self.peers.values():
-            for request in self.warmup:
-                peer.answer(request)
+    def warm_up(self, console: Console | None) -> None:
+        """Decode the warm-up prompts with every arm: steps compile; allocations, thread pools and
+        caches settle."""
+        with bars.Progress(*_columns("preparing"), console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(self.names))
+            for name, engine in self.engines.items():
+                for request in self.warmup:
+                    _answer(engine, request)
+                self.memory[name] = engine.memory_bytes()
+                progress.advance(task)
+            for peer in self.peers.values():
+                for request in self.warmup:
+                    peer.answer(request)
+                progress.advance(task)
 
     def run(self, console: Console | None) -> None:
         """Decode what is not yet on record, and further repeats on a disturbed machine."""
-        done = (bars.TextColumn("measuring"), bars.BarColumn(), bars.MofNCompleteColumn())
-        columns = (*done, _RateColumn(), bars.TimeRemainingColumn())
         config, each = self.config, len(self.requests) * len(self.names)
-        with bars.Progress(*columns, console=console) as progress:
+        with bars.Progress(*_columns("measuring", _RateColumn()), console=console) as progress:
             task = progress.add_task("", total=config.repeats * each, completed=len(self.records))
             for repeat in range(config.repeats):
                 self.decode(repeat, lambda: progress.advance(task))

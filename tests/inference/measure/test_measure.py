@@ -340,6 +340,19 @@ def test_weights_are_named_by_their_hash_and_own_noise_stands_beside(
     assert shared["parameters"] == sum(p.numel() for p in drafter.parameters()) > 0
 
 
+def test_a_terminal_shows_which_part_runs(
+    target: TargetModel, arms: list[Arm], tmp_path: Path
+) -> None:
+    """Also while arms are prepared, which compiles their steps and may take minutes."""
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=100)
+    measure(CONFIG, target, arms, prompts(), tmp_path, console=terminal)
+    engines = len(arms) + 1
+    text = shown.getvalue()
+    assert f"{engines}/{engines}" in text[text.index("preparing") : text.index("measuring")]
+    assert "answers/s" in text[text.index("measuring") :]
+
+
 def test_repeats_do_not_profit_from_answers_that_a_drafter_remembers(
     target: TargetModel, tmp_path: Path
 ) -> None:
