@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Lt
 
 from heads.api.config import (
     Count,
@@ -86,6 +86,11 @@ class TrainConfig:
     """Steps between saved states, with another one at the end. 0: only at the end."""
     keep: Repeats = 2
     """Number of saved states to keep (at least 1)."""
+    average: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Decay per step of a running mean of the weights, which is measured and kept in place of the
+    last ones, such as 0.99; 0: no mean. See train/averaging.py."""
+    average_every: PositiveInt = 10
+    """Steps between the weights that enter the mean."""
     max_seconds: Seconds = 0.0
     """End once the steps have taken this many seconds, including earlier sessions; 0: no limit. The
     result then depends on the machine's speed: prefer max_steps."""
@@ -196,6 +201,8 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     train = {name: getattr(config, name) for name in names}
     if config.domains:
         train["domains"] = sorted(config.domains)
+    if config.average:
+        train |= {"average": config.average, "average_every": config.average_every}
     facts = {
         "kind": job.kind,
         "head": asdict(job.head) | refresh,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.errors import UserError
+from train.averaging import WeightAverage
 from train.config import TrainConfig
 from train.data.loader import PackedBatch, StepLoader
 from train.distributed import World
@@ -55,7 +56,7 @@ class Progress:
     """The state of a run besides weights and random generators. tau, tau_ci95, best_step: of the
     best evaluation (tau is None before the first); stale: evaluations since then; log_bytes: length
     of log.jsonl; spent: time by part and other costs up to the last saved state (see
-    `train.tracking.meter`)."""
+    `train.tracking.meter`); averaged: how often weights entered the running mean."""
 
     step: int = 0
     tau: float | None = None
@@ -66,6 +67,7 @@ class Progress:
     seconds: float = 0.0
     tokens: int = 0
     log_bytes: int = 0
+    averaged: int = 0
     spent: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -109,6 +111,7 @@ class Trainer:
     run_facts: RunFacts
     progress: Progress
     meter: Meter
+    average: WeightAverage = field(default_factory=WeightAverage)
     main_alone: Callable[[], AbstractContextManager[None]] = nullcontext
     breakable: bool = True
 
@@ -206,8 +209,9 @@ class Trainer:
         rate = self.rate(index)
         with self.clock.part("update"):
             norm = self.engine.step(rate)
-        if not math.isfinite(norm):
-            raise self.failure(index, f"the gradient's norm is {norm}")
+            if not math.isfinite(norm):
+                raise self.failure(index, f"the gradient's norm is {norm}")
+            self.average.follow(index + 1, self.engine)
         seconds = self.world.from_main([time.perf_counter() - begun])[0]
         progress = self.progress
         progress.step, progress.seconds = index + 1, progress.seconds + seconds
@@ -311,7 +315,7 @@ class Trainer:
     def evaluate_and_keep(self) -> bool:
         """See `measure`; returns whether the measurement was completed."""
         progress = self.progress
-        weights = self.engine.weights()
+        weights = self.average.weights(self.engine)
         numbers = [0.0, 0.0, 0.0]
         found: Evaluation | None = None
         with self.main_alone():
@@ -347,7 +351,8 @@ class Trainer:
         with self.clock.part("saving"):
             progress.log_bytes = self.tracker.flush()
             self.add_energy()
-            self.store.save(progress.step, self.engine, asdict(progress), self.run_facts)
+            progress.averaged, mean = self.average.taken, self.average.mean
+            self.store.save(progress.step, self.engine, asdict(progress), self.run_facts, mean)
         self.saved_step = progress.step
 
     def add_energy(self) -> None:

@@ -26,6 +26,7 @@ from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
 from inference.processor import multiplies_bfloat16
+from train.averaging import WeightAverage
 from train.config import TrainConfig, TrainingJob, require_same, run_facts
 from train.data.held_out import read_prompts
 from train.data.loader import StepLoader
@@ -111,6 +112,9 @@ class Run:
             require_same(snapshot, self.facts)
             self.drafter.load_state_dict(snapshot.weights())
         progress = Progress.from_record(snapshot.record) if snapshot is not None else Progress()
+        average = WeightAverage(config.average, config.average_every)
+        if snapshot is not None:
+            average.restore(snapshot.average() if world.is_main else {}, progress.averaged)
         if world.is_main:
             restore(job.out / BEST)
         title = f"training {job.kind}"
@@ -124,7 +128,7 @@ class Run:
                 if snapshot is not None:
                     snapshot.restore(engine, world)
                 try:
-                    reason = self.fit(engine, store, progress, display, clock)
+                    reason = self.fit(engine, store, progress, average, display, clock)
                 except Stopped as stopped:
                     if world.is_main:
                         with StopRequest():  # another signal must not change the exit status
@@ -208,6 +212,7 @@ class Run:
         engine: TrainEngine,
         store: StateStore,
         progress: Progress,
+        average: WeightAverage,
         display: Display,
         clock: Clock,
     ) -> str:
@@ -241,11 +246,12 @@ class Run:
                 run_facts=self.facts,
                 progress=progress,
                 meter=self.meter,
+                average=average,
             ).run()
             if not self.requests:
                 # an earlier session's tau is not of these weights
                 progress.tau, progress.best_step = None, progress.step
-                weights = engine.weights()
+                weights = average.weights(engine)
                 with clock.part("saving"), self.access.main_alone():
                     if main:
                         self.keep_best(weights)

@@ -3,6 +3,7 @@
     checkpoints/step_00000120/
       state.json                     step, best tau, counters, size and SHA-256 of all files
       model.safetensors              the drafter's weights, whole, float32
+      average.safetensors            with `train.average`: their running mean
       optimizer-<rank>.safetensors   the optimiser's state by weight (train/engines/shards.py); one
                                      file, or one per process where it is divided
       random-<rank>.safetensors, random-<rank>.json   generators of torch, Python and numpy
@@ -53,7 +54,7 @@ FORMAT = 2
 STATE_FILE = "state.json"
 DIGEST = "sha256"
 """Key of state.json: the hash of its other entries."""
-WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_FILE, AVERAGE_FILE = "model.safetensors", "average.safetensors"
 PARTIAL = ".partial"
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -89,6 +90,11 @@ class Snapshot:
     def weights(self) -> dict[str, Tensor]:
         return read_tensors(self.directory / WEIGHTS_FILE)
 
+    def average(self) -> dict[str, Tensor]:
+        """The running mean of the weights; empty if there is none."""
+        path = self.directory / AVERAGE_FILE
+        return read_tensors(path) if path.is_file() else {}
+
     def restore(self, engine: TrainEngine, world: World) -> None:
         """Restore the optimiser and random generators; raises `UserError` for a state of other
         weights."""
@@ -105,9 +111,15 @@ class StateStore:
         self.directory, self.keep, self.world = directory, keep, world
 
     def save(
-        self, step: int, engine: TrainEngine, record: Mapping[str, object], run: RunFacts
+        self,
+        step: int,
+        engine: TrainEngine,
+        record: Mapping[str, object],
+        run: RunFacts,
+        average: Mapping[str, Tensor] | None = None,
     ) -> Path:
-        """Write the state after `step` updates and return its folder. Collective."""
+        """Write the state after `step` updates and return its folder. average: the running mean of
+        the weights, if there is one. Collective."""
         final = self.directory / f"step_{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         if self.world.is_main:
@@ -115,7 +127,8 @@ class StateStore:
                 discard(partial)
         self.world.wait()
         weights, optimizer = engine.weights(), engine.optimizer_state()
-        own, failure = self._write_own(partial, weights, optimizer, engine.sharded)
+        tensors = {WEIGHTS_FILE: weights} | ({AVERAGE_FILE: dict(average)} if average else {})
+        own, failure = self._write_own(partial, tensors, optimizer, engine.sharded)
         outcomes = [json.loads(text) for text in self.world.gather(json.dumps([own, failure]))]
         self._require_written([text for _, text in outcomes], partial)
         content: StateContent = {
@@ -131,16 +144,22 @@ class StateStore:
         return final
 
     def _write_own(
-        self, partial: Path, weights: dict[str, Tensor], optimizer: StatePart, sharded: bool
+        self,
+        partial: Path,
+        tensors: Mapping[str, dict[str, Tensor]],
+        optimizer: StatePart,
+        sharded: bool,
     ) -> tuple[dict[str, FileFacts], str]:
-        """Write this process's files; returns size and SHA-256 of each, and what went wrong."""
+        """Write this process's files; returns size and SHA-256 of each, and what went wrong.
+        tensors: by file, of the main process."""
         rank = self.world.rank
         names = [f"random-{rank}.safetensors", f"random-{rank}.json"]
         try:
             partial.mkdir(parents=True, exist_ok=True)
             if self.world.is_main:
-                _save_tensors(weights, partial / WEIGHTS_FILE)
-                names.append(WEIGHTS_FILE)
+                for name, content in tensors.items():
+                    _save_tensors(content, partial / name)
+                names += tensors
             if self.world.is_main or sharded:
                 optimizer.save(partial / _optimizer_file(rank))
                 _flush_file(partial / _optimizer_file(rank))

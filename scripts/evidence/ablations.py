@@ -41,6 +41,8 @@ SHARED = ["train.epochs=2", "train.global_batch=2", "train.micro_batch=2"]
 """Two rows of 512 tokens a step, two passes over the answers."""
 WARM_UP = {"no_warm_up": ["schedule.warmup=0"], "warm_up_20": ["schedule.warmup=0.2"]}
 """The share of all steps over which the rate rises; 0.04 in the recipes."""
+AVERAGES = {f"average_{decay}": [f"train.average={decay}"] for decay in (0.9, 0.99)}
+"""The running mean of the weights; off in the recipes."""
 FORMATS = {f"features_{form}": [f"features.format={form}"] for form in ("bf16", "int8", "int4")}
 """Features as a store keeps them; fp32 in the recipes: the numbers that a training computes."""
 BLOCK = ["optim=muon", "optim.lr=5e-3", "head.num_anchors=64"]
@@ -59,6 +61,7 @@ RECIPE_ARMS: dict[str, list[str]] = {
     "random_layers": ["head.start_from=random"],
     "causal_block": ["head.in_block=causal"],
     "block_16": ["head.block_size=16"],
+    **AVERAGES,
     **FORMATS,
 }
 """Further arms of DFlash and DSpark, whose trainings are cheaper than LiLiCorr's."""
@@ -90,6 +93,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
         "joint_norm": ["head.tap_norm=false", "head.norm_before_fc=true"],
         "normed_residual": ["head.norm_before_residual=true"],
+        **AVERAGES,
         **FORMATS,
     },
     "fastmtp": {

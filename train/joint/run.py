@@ -55,6 +55,11 @@ def refuse_combinations(job: TrainingJob) -> None:
             "train.on_policy continues answers with a drafter of a fixed target; set "
             "train.on_policy.share=0 or joint=none."
         )
+    if job.config.average:
+        raise UserError(
+            "train.average keeps the mean of former weights, but a drafter of joint training is "
+            "measured on the target as it is now; set train.average=0."
+        )
     if job.config.refresh.lora_rank > 0:
         raise UserError(
             "train.refresh.lora_rank keeps most of the drafter still while joint training moves "
