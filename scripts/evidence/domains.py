@@ -11,7 +11,7 @@ structured output. Its first table has TAR by domain beside the ranges that serv
 for large targets. The second table has TAR beside the measured speedup, and that speedup's share of
 the possible one. The target answers the first turns of the same prompts, and the passes of Jacobi
 iteration over these answers are counted (jacobi_blocks.py). --keep keeps the rows of the report
-that the run lacks, so that a row can be added (measure.drafters=[dflash2@0.005] measure.kinds=[]).
+that the run lacks, so that a row can be added (measure.drafters=[dflash2] measure.kinds=[]).
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ def row(one: DrafterResult) -> Facts:
     keys = ("tau", "tau_ci95", "tar", "speedup", "speedup_ci95", "lossless")
     kept = {key: whole[key] for key in keys}
     domains = {name: found.to_dict() for name, found in one.domains.items()}
-    name = one.name.partition("@")[0]  # of a row that measure.drafters names, with its rate
-    return {"name": name, "kind": one.kind, **kept, "efficiency": one.efficiency} | {
+    return {"name": one.name, "kind": one.kind, **kept, "efficiency": one.efficiency} | {
         "domains": domains
     }
 

@@ -132,13 +132,16 @@ def published(name: str) -> Found:
 
 
 def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | None = None) -> Found:
-    """Find a drafter by its name in `heads` or in this run, by its folder, by its name on the Hub,
-    or by a head config without training."""
+    """Find a drafter by its name in `heads` or in this run (a sweep's row is its best drafter), by
+    its folder, by its name on the Hub, or by a head config without training."""
     known = checkpoints(run)
     if heads and given in heads:
         return untrained(given, heads[given])
     if given in known:
         return known[given]
+    for item in best_of_sweeps(known):
+        if item.name == given:
+            return item
     if Path(given).is_dir():
         return at(Path(given))
     recipes = untrained_recipes()
