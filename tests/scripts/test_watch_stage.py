@@ -367,11 +367,14 @@ def test_what_was_seen_of_a_server_that_goes_is_written(
 
 
 def test_what_was_seen_until_ctrl_c_is_written(
-    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     rate = Reference.read(reference).tallies["code"].acceptance
     given = ["watch", f"watch.drafter={place / 'drafter'}", f"watch.reference={reference}"]
-    given += ["watch.every=0.01", "watch.seconds=600", "watch.window=100", "watch.stop=false"]
+    given += ["watch.every=0.01", "watch.seconds=120", "watch.window=100", "watch.stop=false"]
+    # a shell starts what runs in the background with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def watch(name: str, windows: int) -> int:
         looks = count(1)

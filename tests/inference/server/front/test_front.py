@@ -286,21 +286,27 @@ def test_running_out_of_descriptors_ends_no_server_and_floods_no_log(
         return found
 
     with caplog.at_level(logging.WARNING), served() as front:
-        waiting = front.connect()
+        clients = [front.connect()]
+        taken: list[socket.socket] = []
+        begun = time.monotonic()
+
+        def refusals() -> int:
+            return sum("cannot be accepted" in line for line in caplog.messages)
+
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
-            taken = take_all()
-            taken.pop().close()
-            late = front.connect()  # the last descriptor: the front cannot accept it
-            begun = time.monotonic()
-            time.sleep(0.5)
-            for item in taken:
-                item.close()
+            # again if something else in this process freed a descriptor, by which it was accepted
+            while not refusals() and time.monotonic() - begun < 30:
+                taken += take_all()
+                taken.pop().close()
+                clients.append(front.connect())  # the last descriptor: the front cannot accept it
+                time.sleep(0.5)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        late.sendall(GET)
-        assert answer(late) == (200, 0)
-        late.close()
-        waiting.close()
-        lines = [line for line in caplog.messages if "cannot be accepted" in line]
-        assert 1 <= len(lines) <= 2 + (time.monotonic() - begun)
+            for item in taken:
+                item.close()
+        clients[-1].sendall(GET)
+        assert answer(clients[-1]) == (200, 0)
+        for client in clients:
+            client.close()
+        assert 1 <= refusals() <= 2 + (time.monotonic() - begun)
