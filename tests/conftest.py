@@ -24,6 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+THREADS = int(os.environ["OMP_NUM_THREADS"])
 REPOSITORY = Path(__file__).resolve().parents[1]
 ROTATED_PARTS = 4
 """One case in so many of a `rotated` test runs in `make test`."""
@@ -103,6 +104,17 @@ def root_logger() -> Iterator[None]:
         if not type(handler).__module__.startswith("_pytest"):
             root.removeHandler(handler)
             handler.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A command that runs in this process may set torch's threads (`run.threads`, evidence tools).
+    With two workers on two cores, later tests of small products would wait for each other: up to
+    35 times as long."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
 
 
 @pytest.fixture
