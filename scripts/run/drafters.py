@@ -116,6 +116,15 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
     return list(kept.values())
 
 
+def named(given: str, known: Mapping[str, Found]) -> Found | None:
+    """The drafter of that name, or the best one of the sweep's row of that name; None if there is
+    neither."""
+    if given in known:
+        return known[given]
+    row = {name: item for name, item in known.items() if name.partition(SWEPT)[0] == given}
+    return next(iter(best_of_sweeps(row)), None)
+
+
 def at(folder: Path) -> Found:
     """The drafter in the folder of a checkpoint or a train stage; raises `UserError` for any other
     folder."""
@@ -137,11 +146,8 @@ def find(given: str, run: RunConfig, heads: Mapping[str, Mapping[str, Any]] | No
     known = checkpoints(run)
     if heads and given in heads:
         return untrained(given, heads[given])
-    if given in known:
-        return known[given]
-    for item in best_of_sweeps(known):
-        if item.name == given:
-            return item
+    if (own := named(given, known)) is not None:
+        return own
     if Path(given).is_dir():
         return at(Path(given))
     recipes = untrained_recipes()
@@ -306,11 +312,11 @@ def preferred(run: RunConfig) -> tuple[str, str]:
 
 
 def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
-    """The drafter named by run.drafter, or the only one, or (`several`) every one with `all`.
-    Raises `UserError` if the choice is ambiguous."""
+    """The drafter named by run.drafter (of a sweep's row, the best), or the only one, or
+    (`several`) every one with `all`. Raises `UserError` if the choice is ambiguous."""
     known = list_trained(run)
-    if run.drafter in known:
-        return [known[run.drafter]]
+    if run.drafter and (own := named(run.drafter, known)) is not None:
+        return [own]
     if not known:
         require_run(run)
         raise UserError(

@@ -198,6 +198,7 @@ def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folde
         ("other", "other"),
     ]
     assert drafters.find("m", RUN) == found[0]
+    assert choose(RunConfig(name="x", drafter="m")) == [found[0]]
     assert drafters.find("m@0.001", RUN).name == "m@0.001"
     with pytest.raises(UserError, match=r"Did you mean 'unfinished@0\.01'"):
         drafters.find("unfinished", RUN)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.api.errors import UserError
+from tests.train import launch
 from tests.train.micro_run import settings
-from tests.train.test_resume import STEPS, Killed, cut_short, same_outcome
+from tests.train.test_resume import STEPS, WORKER, Killed, cut_short, pairs, same_outcome
 from tests.train.toy import OPTIM, Toy, train_steps
 from train.averaging import WeightAverage
 from train.distributed import World
@@ -64,6 +65,25 @@ def test_half_and_half_is_the_whole(
     assert (
         tmp_path / "whole" / "checkpoints" / f"step_{STEPS:08d}" / "average.safetensors"
     ).is_file()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_divided_weights_have_the_same_mean(micro: Path, tmp_path: Path, stage: int) -> None:
+    """Two processes, between which states or weights are divided; a second launch goes on."""
+    given = {"name": "deepspeed", "zero_stage": stage, "average": DECAY, "average_every": 2}
+    given |= {"save_every": 2, "eval_every": 4, "keep": 5}
+    for steps in (4, 8):
+        launch.run(2, WORKER, micro, tmp_path, *pairs(**given, max_steps=steps))
+        (tmp_path / "manifest.json").unlink()
+    states = sorted((tmp_path / "checkpoints").iterdir())
+    assert [state.name for state in states] == [f"step_{n:08d}" for n in (2, 4, 6, 8)]
+    mean: dict[str, Tensor] = {}
+    for number, state in enumerate(states, 1):
+        share = max(1 - DECAY**2, 1 / number)
+        for name, value in load_file(state / "model.safetensors").items():
+            mean[name] = value if number == 1 else (1 - share) * mean[name] + share * value
+    for name, value in load_file(states[-1] / "average.safetensors").items():
+        torch.testing.assert_close(value, mean[name])
 
 
 @pytest.mark.parametrize("eval_every", [0, STEPS])
