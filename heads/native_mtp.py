@@ -110,7 +110,8 @@ class Drafter(DepthDrafter):
             block.fc.weight[:, self.info.hidden_size :].diagonal().add_(1.0)
         self.copy_final_norm(cast(Tensor, block.norm.weight), weights)
         if self.config.from_target_layer >= 0:
-            own: dict[str, Tensor] = dict(block.layers[0].named_parameters())
+            # with its buffers: some families' routers hold the bias of their choice in one
+            own: dict[str, Tensor] = block.layers[0].state_dict(keep_vars=True)
             self.copy_tensors(weights, self.config.from_target_layer, own)
 
     # As `LayerChain` runs it

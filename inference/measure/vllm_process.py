@@ -34,6 +34,11 @@ LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
 """The longest and shortest n-gram that is looked up, as in kind ngram."""
 
 
+OURS = ("PYTHONPATH", "TRITON_INTERPRET")
+"""Variables for this process alone: vLLM has packages of its own, and would interpret its own
+kernels, which takes up to a second for a step."""
+
+
 @dataclass(frozen=True)
 class EngineProcess:
     """How vLLM is run."""
@@ -45,6 +50,11 @@ class EngineProcess:
     settings: tuple[str, str] = ("bench.baselines.vllm_python", "bench.baselines.vllm_seconds")
     """Names of the two settings, for messages."""
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def inherited() -> dict[str, str]:
+    """The environment that a process of vLLM takes over from this one."""
+    return {name: value for name, value in os.environ.items() if name not in OURS}
 
 
 def vllm_request(
@@ -83,7 +93,7 @@ def serve(
     the process. Raises `UserError` for a Python that cannot be run, a call that takes too long, and
     a process that ends before its first mode does.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = inherited()
     if device.type == "cpu":
         environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     python, seconds = process.settings

@@ -504,9 +504,11 @@ def shared_weights(model: Any) -> TargetWeights:
 
 
 def _named_as_text(model: Any) -> dict[str, Tensor]:
-    """A model's weights by their names in a text model; composite models have their text part one
-    level deeper."""
-    return {text_name(name): value for name, value in model.named_parameters()}
+    """A model's weights, and the buffers that checkpoints hold (a router's bias, for instance), by
+    their names in a text model; composite models have their text part one level deeper."""
+    kept = model.state_dict().keys()
+    buffers = ((name, value) for name, value in model.named_buffers() if name in kept)
+    return {text_name(name): value for name, value in (*model.named_parameters(), *buffers)}
 
 
 def text_name(name: str) -> str:

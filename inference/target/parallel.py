@@ -123,7 +123,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
 
 
 class GatheredState(Mapping[str, Tensor]):
-    """A target's named parameters, each gathered from all processes on access.
+    """A target's named weights and buffers, each gathered from all processes on access.
 
     All processes must access the same names in the same order.
     """

@@ -35,6 +35,7 @@ from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE
+from inference.measure.vllm_process import inherited
 from inference.parity import check_parity
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell, family_overrides, run_on_target
@@ -135,7 +136,7 @@ class EngineRun:
         log = self.work / "vllm.log"
         with log.open("ab") as out:
             process = subprocess.Popen(
-                run, stdout=out, stderr=out, env={**os.environ, **OWN}, start_new_session=True
+                run, stdout=out, stderr=out, env={**inherited(), **OWN}, start_new_session=True
             )
         try:
             begun = time.monotonic()

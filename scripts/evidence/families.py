@@ -10,6 +10,16 @@ scripts.evidence.throughput has measured. --keep keeps the rows of the report th
 that a row can be added or measured again without the others (`headstart loop experiment=families
 loop.only=[ROW] measure.kinds=[]`); kept rows that were trained with another optimiser, or for
 another number of steps or tokens a step, are marked.
+
+A second table compares DARTree's trees with dynamic trees of as many nodes, for the kinds that
+draft in one pass, if the run has both measurements:
+
+    rows=dflash,jetspec,dspark,domino,dflash2,lilicorr,treeflash,dflare,medusa,pard,peagle
+    for shape in dynamic dartree; do
+      headstart measure experiment=families measure.name=$shape measure.kinds=[] \\
+        measure.drafters=[$rows] bench.prompts_per_domain=2 decode.max_new_tokens=64 \\
+        "measure.draft={shape: $shape, depth: 4, nodes: 26, width: 8}"
+    done
 """
 
 from __future__ import annotations
@@ -53,6 +63,8 @@ MEASURES = {
     "sampled_tree": ("sampled_tree", "tree, T=1"),
 }
 """Column -> (folder of the measurement, its title). Only the seconds of `chain` count."""
+GROWN = {"dynamic": "dynamic tree", "dartree": "DARTree"}
+"""Folder of a measurement of the kinds that draft in one pass -> its trees."""
 COUNTED = ("draft", "tau", "tau_ci95", "tar", "acceptance", "lossless")
 DOMAIN_COUNTED = ("tau", "tau_ci95", "tar")
 SECONDS = ("tokens_per_second", "speedup", "speedup_ci95", "ideal_speedup", "step_ms")
@@ -80,8 +92,10 @@ def report(given: argparse.Namespace) -> None:
         write_report(REPORTS / "families", content, markdown(content))
         return
     content = collect(given.run) | {"experiment_rows": experiment_rows()}
+    former = read_json(REPORTS / "families.json")
     if given.keep:
-        content = keep(content, read_json(REPORTS / "families.json"))
+        content = keep(content, former)
+    content["grown_trees"] = grown_trees(given.run) or former.get("grown_trees", {})
     write_report(REPORTS / "families", content, markdown(content))
     bars = {}
     for row in by_tau(content):
@@ -89,6 +103,31 @@ def report(given: argparse.Namespace) -> None:
         bars[row["name"]] = {**taus, "speedup": row["measured"]["chain"]["speedup"]}
     plots.families(bars, REPORTS / "families.png")
     print(f"{len(content['rows'])} rows")
+
+
+def grown_trees(folder: Path) -> Facts:
+    """DARTree beside dynamic trees; empty if a run lacks one of the two measurements. Raises
+    `UserError` if they measured different drafters or with different settings."""
+    paths = {shape: folder / shape / "report.json" for shape in GROWN}
+    if not all(path.is_file() for path in paths.values()):
+        return {}
+    found = {shape: read_report(path) for shape, path in paths.items()}
+    one, other = found.values()
+    names = sorted(drafter.name for drafter in one.drafters)
+    also = sorted(drafter.name for drafter in other.drafters)
+    if names != also or one.settings != other.settings:
+        raise UserError(
+            f"{' and '.join(map(repr, map(str, paths.values())))} are of different drafters or "
+            "settings, so they cannot be compared. Measure both with the commands in "
+            "scripts/evidence/families.py."
+        )
+    rows = {
+        name: {
+            shape: measured_row(report.drafter(name), timed=True) for shape, report in found.items()
+        }
+        for name in names
+    }
+    return {"settings": one.settings.to_dict(), "device": one.device.to_dict(), "rows": rows}
 
 
 def experiment_rows() -> list[str]:
@@ -221,10 +260,46 @@ def markdown(content: Facts) -> list[str]:
         "",
         "![tau and speedup by family](families.png)",
         "",
+        *grown_lines(content.get("grown_trees", {})),
         "Learning rates of the trainings, and the tau of each on the validation prompts (chain of "
         "4, T=0):",
         "",
         *markdown_table(["row", "rate: tau"], tried),
+        "",
+    ]
+
+
+def grown_lines(found: Facts) -> list[str]:
+    """The table of DARTree beside dynamic trees; none without these measurements."""
+    if not found:
+        return []
+    header = ["drafter"]
+    for title in GROWN.values():
+        header += [f"tau, {title}", f"speedup, {title}"]
+    ordered = sorted(found["rows"].items(), key=lambda item: -item[1]["dartree"]["tau"])
+    lines = [
+        [
+            name,
+            *(
+                text
+                for shape in GROWN
+                for text in (
+                    cell(row[shape]["tau"], row[shape]["tau_ci95"]),
+                    ratio_text(row[shape]["speedup"], row[shape]["speedup_ci95"]),
+                )
+            ),
+        ]
+        for name, row in ordered
+    ]
+    draft = ordered[0][1]["dartree"]["draft"]
+    return [
+        "## Trees grown from one drafting pass",
+        "",
+        f"DARTree (2608.13524, `decode=dartree`) beside dynamic trees, both of {draft['nodes']} "
+        f"nodes and depth {draft['depth']}, for the kinds that draft all depths in one pass; "
+        f"temperature 0, {found['settings']['prompts']} prompts.",
+        "",
+        *markdown_table(header, lines),
         "",
     ]
 

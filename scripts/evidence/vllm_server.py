@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.measure.vllm_process import inherited
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -64,7 +65,7 @@ class VllmServer:
 
     def launch(self) -> None:
         """Start the process without waiting."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**inherited(), "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,

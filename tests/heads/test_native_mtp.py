@@ -144,9 +144,9 @@ def test_experts_under_autocast_are_those_of_bfloat16_weights(family: str) -> No
     torch.testing.assert_close(loss.float(), exact, rtol=0.03, atol=0.0)
 
 
-def drafter_of_targets_family(target: TargetModel, **options: Any) -> Drafter:
-    # without experts, whose grouped product takes no float64
-    layer = one_layer(target.model.config) | {"first_k_dense_replace": 1}
+def drafter_of_targets_family(target: TargetModel, dense: int = 1, **options: Any) -> Drafter:
+    # without DeepSeek's experts, whose grouped product takes no float64
+    layer = one_layer(target.model.config) | {"first_k_dense_replace": dense}
     config = Config(layer=layer, depths=2, **options)
     return new_drafter("native_mtp", config, target.info, target.weights, seed=1).eval()
 
@@ -174,14 +174,23 @@ def test_rotations_are_the_targets_own(name: str) -> None:
         torch.testing.assert_close(one[:, :, 0], other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "layer"), [("qwen2", 1), ("qwen3_next", 2)])
-def test_biases_and_experts_of_a_layer_are_copied(name: str, layer: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "layer", "part"),
+    [
+        ("qwen2", 1, "self_attn.q_proj.bias"),
+        ("qwen3_next", 2, "mlp.experts.down_proj"),
+        ("deepseek_v3", 1, "mlp.gate.e_score_correction_bias"),
+    ],
+)
+def test_biases_experts_and_routers_of_a_layer_are_copied(name: str, layer: int, part: str) -> None:
     target = random_target(name, recurrent=name in RECURRENT_FAMILIES)
-    drafter = drafter_of_targets_family(target, from_target_layer=layer)
-    own = dict(drafter.mtp.layers[0].named_parameters())
-    assert any(".experts." in part or part.endswith(".bias") for part in own)
-    for part, value in target.taps.layers[layer].named_parameters():
-        assert torch.equal(own[part].to(value), value), part
+    wanted = target.taps.layers[layer].state_dict()
+    wanted[part].normal_(generator=torch.Generator().manual_seed(1))  # begins at zero
+    drafter = drafter_of_targets_family(target, dense=0, from_target_layer=layer)
+    own = drafter.mtp.layers[0].state_dict()
+    assert own.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(own[name].to(value), value), name
 
 
 def test_a_layer_of_the_target_is_copied() -> None:

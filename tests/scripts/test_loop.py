@@ -76,15 +76,20 @@ def test_one_store_of_features_serves_all_recipes() -> None:
     assert steps[1].heads[1][2] == steps[3].settings.head.config
 
 
-def test_a_training_that_rewrites_its_rows_computes_its_features_itself() -> None:
-    sweep = {
-        "plain": SweepRow((1e-3,), "eagle3"),
-        "own": SweepRow((1e-3,), "distilled", ("train.on_policy.share=0.5",)),
-    }
+@pytest.mark.parametrize(
+    "row",
+    [
+        SweepRow((1e-3,), "distilled", ("train.on_policy.share=0.5",)),
+        SweepRow((1e-3,), "eagle3", ("train.domains=[code]", "features=online")),
+    ],
+    ids=["rewrites its rows", "chose so"],
+)
+def test_a_training_with_rows_of_its_own_computes_its_features_itself(row: SweepRow) -> None:
+    sweep = {"plain": SweepRow((1e-3,), "eagle3"), "own": row}
     own = {"recipes": (), "measures": {}, "sweep": sweep, "store_features": True}
-    _, store, plain, rewriting, *_ = plan(settings(["run.name=x"], **own))
+    _, store, plain, other, *_ = plan(settings(["run.name=x"], **own))
     assert [title for title, _, _ in store.heads] == ["train plain@0.001"]
-    modes = [step.settings.features.mode for step in (store, plain, rewriting)]
+    modes = [step.settings.features.mode for step in (store, plain, other)]
     assert modes == ["store", "store", "online"]
 
 

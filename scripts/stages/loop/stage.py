@@ -97,14 +97,14 @@ def check_drafts(measures: Sequence[Step], trainings: Sequence[Step]) -> None:
 
 
 def features_step(settings: Settings, trainings: Sequence[Step]) -> Step:
-    """The step that writes the features for all trainings that do not rewrite their rows; raises
-    `UserError` if they would not read the same store."""
-    trainings = [step for step in trainings if not rewrites(step.settings)]
+    """The step that writes the features for all trainings that read a store (not those that rewrite
+    their rows or chose features=online); raises `UserError` if they would not read the same one."""
+    trainings = [step for step in trainings if step.settings.features.mode == "store"]
     trained = [step.settings for step in trainings]
     shared = {
         (str(item.features), item.train.sequence_length, item.engine.dtype) for item in trained
     }
-    if len(shared) != 1 or trained[0].features.mode != "store":
+    if len(shared) != 1:
         raise UserError(
             "loop.store_features writes one store for all trainings, which must have the same "
             "features.*, train.sequence_length and engine.precision, and features=store. Give them "

@@ -211,6 +211,7 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, **settings):
+        assert "TRITON_INTERPRET" not in os.environ, "it would interpret its own kernels"
         self.settings, self.drafts, self.running = settings, 0, {}
         self.llm_engine = self
         spec = settings["speculative_config"]
@@ -265,6 +266,7 @@ def stand_in(target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     answers = tmp_path / "answers.json"
     answers.write_text(json.dumps(found), encoding="utf-8")
     monkeypatch.setenv("STAND_IN_ANSWERS", str(answers))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     python = tmp_path / "python"
     python.write_text(
         f"#!/bin/sh\nPYTHONPATH='{tmp_path / 'site'}' exec '{sys.executable}' \"$@\"\n",

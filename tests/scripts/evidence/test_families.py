@@ -84,6 +84,29 @@ def test_a_missing_measurement_is_named(tmp_path: Path) -> None:
         families.collect(run)
 
 
+def test_trees_of_one_pass_stand_beside_dynamic_ones(tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    assert families.collect(run) and families.grown_trees(run) == {}
+    for shape, tau in (("dynamic", 3.0), ("dartree", 3.25)):
+        report = json.loads((run / "tree" / "report.json").read_text())
+        for number, row in enumerate(report["drafters"]):
+            row["draft"] |= {"shape": shape, "nodes": 26, "depth": 4}
+            row |= {"tau": tau + number, "tau_ci95": [tau, tau + 1.5]}
+        (run / shape).mkdir()
+        write_report(report, run / shape / "report.json")
+    found = families.grown_trees(run)
+    page = "\n".join(families.markdown({**families.collect(run), "grown_trees": found}))
+    assert "both of 26 nodes and depth 4" in page
+    _, table = page.split("## Trees grown from one drafting pass")
+    first, second = [line for line in table.splitlines() if line.startswith("| ")][1:3]
+    assert first.startswith("| good | 4.00 [3.00, 4.50] | 1.80 [1.70, 1.90] | 4.25 [3.25, 4.75] |")
+    assert second.startswith("| slow | 3.00 [3.00, 4.50] | 1.80 [1.70, 1.90] | 3.25 [3.25, 4.75] |")
+    report["drafters"].pop()
+    (run / "dartree" / "report.json").write_text(json.dumps(report))
+    with pytest.raises(UserError, match="different drafters or settings"):
+        families.grown_trees(run)
+
+
 def test_columns_above_temperature_0_name_their_rule() -> None:
     used = {"temperature": 0.0, "rule": "match"}
     settings = {"chain": used, "tree": used}
