@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -497,22 +497,25 @@ def shared_weights(model: Any) -> TargetWeights:
         embedding=whole,
         lm_head=whole if tied else dense_weight(parallel.gather_whole(head), *size, what="LM head"),
         logits=head_function(model),
-        state=parallel.GatheredState(_named_as_text(model)),
+        state=parallel.GatheredState(
+            {text_name(name): value for name, value in kept_tensors(model).items()}
+        ),
         rotary=_rotary(model),
         windows=_windows(config),
     )
 
 
-def _named_as_text(model: Any) -> dict[str, Tensor]:
+def kept_tensors(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
     """A model's weights, and the buffers that checkpoints hold (a router's bias, for instance), by
-    their names in a text model; composite models have their text part one level deeper."""
+    name. remove_duplicate: name tied weights once."""
     kept = model.state_dict().keys()
     buffers = ((name, value) for name, value in model.named_buffers() if name in kept)
-    return {text_name(name): value for name, value in (*model.named_parameters(), *buffers)}
+    return dict((*model.named_parameters(remove_duplicate=remove_duplicate), *buffers))
 
 
 def text_name(name: str) -> str:
-    """A weight's name in a text model, from its name in a text or composite model."""
+    """A weight's name in a text model, from its name in a text or composite model, whose text part
+    is one level deeper."""
     return name.replace("model.language_model.", "model.", 1)
 
 

@@ -36,7 +36,7 @@ from heads.api.features import FeatureSpec
 from heads.api.reading import read_object, require_fit
 from heads.api.tensors import BROKEN
 from inference.target import loading
-from inference.target.loading import TargetConfig, describe, text_name
+from inference.target.loading import TargetConfig, describe, kept_tensors, text_name
 from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.target.packed_target import packed_settings, without_settings
@@ -196,7 +196,7 @@ class WeightFiles:
     ) -> None:
         self.path, self.revision, self.quantised = config.path, revision, quantised
         self.read_so_far: dict[str, int] = {}
-        every = dict(model.named_parameters(remove_duplicate=False))
+        every = kept_tensors(model, remove_duplicate=False)
         self._dtypes = {name: parameter.dtype for name, parameter in every.items()}
         self._shapes = {name: parameter.shape for name, parameter in every.items()}
         alike: dict[int, list[str]] = {}
@@ -206,7 +206,12 @@ class WeightFiles:
         self._files = self._index()
         self._keys, self._built = stored_names(model, self._files)
         known = {*self._keys, *self._built}
-        missing = sorted(names[0] for names in alike.values() if known.isdisjoint(names))
+        weights = dict(model.named_parameters())  # a buffer that is missing has a default
+        missing = sorted(
+            names[0]
+            for names in alike.values()
+            if known.isdisjoint(names) and not weights.keys().isdisjoint(names)
+        )
         if missing and not quantised:
             raise UserError(
                 f"target '{self.path}' is incomplete: weights {missing[:4]} are missing from its "
@@ -325,7 +330,7 @@ class StoredWeights(UserDict[str, Tensor]):
     """The named weights of a target in parts, from memory or, on demand, from a file."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, device: torch.device) -> None:
-        own = dict(model.named_parameters())
+        own = kept_tensors(model)
         super().__init__({text_name(name): value for name, value in own.items()})
         self.files, self._device = files, device
         self._own = {text_name(name): name for name in own}
