@@ -260,6 +260,8 @@ def test_a_sweep_trains_every_row_at_every_rate() -> None:
     ]
     some = plan(settings(["experiment=demo", "run.name=x"], **own, only=("long",)))
     assert [step.title for step in some] == ["generate", "train long@0.003", "measure", "report"]
+    # the run may have trained others before
+    assert shown(some)[2] == "measure measure.drafters=[long] experiment=[demo] run.name=x"
     with pytest.raises(UserError, match=r"loop\.only: 'lnog' is no row .* Did you mean 'long'"):
         settings(["experiment=demo"], **own, only=("lnog",))
     with pytest.raises(

@@ -51,11 +51,15 @@ def derive_generation(settings: Settings, recipe: str | None, more: Sequence[str
 
 
 def derive_measurements(settings: Settings, recipe: str | None) -> list[Step]:
-    """The measurements of a loop (see `Settings.derive`)."""
-    steps = [Step("measure", settings.derive("measure", recipe))]
+    """The measurements of a loop (see `Settings.derive`): of `loop.only`, or of all drafters of the
+    run."""
+    only = settings.loop.only
+    before = [f"measure.drafters=[{','.join(only)}]"] if only else []
+    steps = [Step("measure", settings.derive("measure", recipe, before=before))]
     for name, extra in settings.loop.measures.items():
         more = [f"measure.name={name}", *extra]
-        steps.append(Step(f"measure {name}", settings.derive("measure", recipe, more=more)))
+        found = settings.derive("measure", recipe, before=before, more=more)
+        steps.append(Step(f"measure {name}", found))
     return steps
 
 
