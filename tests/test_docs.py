@@ -154,7 +154,7 @@ def test_the_page_about_one_gpu_has_the_plans_memory(tmp_path: Path) -> None:
     ) in page
 
 
-NAMED_APART = ("eagle3_copied", "distilled_layers", "distilled_fresh")
+NAMED_APART = ("eagle3_copied", "distilled_layers", "distilled_fresh", "lilicorr_convolution")
 """Rows whose settings docs/choosing.md gives."""
 
 
