@@ -123,7 +123,8 @@ def grown_trees(folder: Path) -> Facts:
         )
     rows = {
         name: {
-            shape: measured_row(report.drafter(name), timed=True) for shape, report in found.items()
+            shape: measured_row(report.drafter(name), timed=False)
+            for shape, report in found.items()
         }
         for name in names
     }
@@ -273,22 +274,10 @@ def grown_lines(found: Facts) -> list[str]:
     """The table of DARTree beside dynamic trees; none without these measurements."""
     if not found:
         return []
-    header = ["drafter"]
-    for title in GROWN.values():
-        header += [f"tau, {title}", f"speedup, {title}"]
+    header = ["drafter", *(f"tau, {title}" for title in GROWN.values())]
     ordered = sorted(found["rows"].items(), key=lambda item: -item[1]["dartree"]["tau"])
     lines = [
-        [
-            name,
-            *(
-                text
-                for shape in GROWN
-                for text in (
-                    cell(row[shape]["tau"], row[shape]["tau_ci95"]),
-                    ratio_text(row[shape]["speedup"], row[shape]["speedup_ci95"]),
-                )
-            ),
-        ]
+        [name, *(cell(row[shape]["tau"], row[shape]["tau_ci95"]) for shape in GROWN)]
         for name, row in ordered
     ]
     draft = ordered[0][1]["dartree"]["draft"]
