@@ -286,7 +286,8 @@ def grown_lines(found: Facts) -> list[str]:
         "",
         f"DARTree (2608.13524, `decode=dartree`) beside dynamic trees, both of {draft['nodes']} "
         f"nodes and depth {draft['depth']}, for the kinds that draft all depths in one pass; "
-        f"temperature 0, {found['settings']['prompts']} prompts.",
+        f"temperature 0, {found['settings']['prompts']} prompts. Measured by the two commands in "
+        "scripts/evidence/families.py.",
         "",
         *markdown_table(header, lines),
         "",
