@@ -1,14 +1,16 @@
 """Measures the gain of each choice in a recipe: trainings with one change, on both small targets.
 
     python -m scripts.evidence.ablations [--targets embedded] [--studies eagle3] [--seeds 0 1 2]
+        [--arms copied_layer adamw]
 
 Every arm of a study (`STUDIES`) is the study's recipe with some settings changed. All arms are
 trained on the same answers for the same number of passes with every seed, and decoded on prompts
-that no training saw: chains of 7, at temperature 0 and, by block verification, at 1. Writes
-docs/reports/ablations.{json,md}: tau of every arm and the ratio of its (tau - 1) to the recipe's.
-Trainings of one seed share the order of rows and, where the drafters are alike, initial values, so
-that intervals of the ratio resample the same seeds on both sides. Every training and measurement is
-kept under --work, and the command continues after an interruption.
+that no training saw (--arms: only these arms, beside the recipe): chains of 7, at temperature 0
+and, by block verification, at 1. Writes docs/reports/ablations.{json,md}: tau of every arm and the
+ratio of its (tau - 1) to the recipe's. Trainings of one seed share the order of rows and, where the
+drafters are alike, initial values, so that intervals of the ratio resample the same seeds on both
+sides. Every training and measurement is kept under --work, and the command continues after an
+interruption.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
+from heads.api.errors import UserError
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell
@@ -76,10 +79,10 @@ LOSSES: dict[str, list[str]] = {
 """Objectives of a block drafter."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
-        RECIPE: ["head=eagle3", "optim=muon", "optim.lr=1e-2"],
-        "adamw": ["optim=adamw", "optim.lr=3e-3"],
+        RECIPE: ["head=eagle3", "optim=muon", "optim.lr=3e-3"],
+        "adamw": ["optim=adamw", "optim.lr=1e-3"],
         "rate_5e-3": ["optim.lr=5e-3"],
-        "rate_2e-2": ["optim.lr=2e-2"],
+        "rate_1e-2": ["optim.lr=1e-2"],
         "weight_decay": ["optim.weight_decay=0.1"],
         "linear_schedule": ["schedule.kind=linear", "schedule.min_ratio=0"],
         **WARM_UP,
@@ -161,11 +164,24 @@ def report(given: argparse.Namespace) -> None:
     }
     for target, bench in benches.items():
         for study in given.studies:
-            for row in rows_of(bench, study, given.seeds):
+            for row in rows_of(bench, study, arms_of(study, given.arms), given.seeds):
                 row = {"target": target, "study": study, **row}
                 put_rows(content, [row], ("target", "study", "arm"))
                 save(given, content, settings, markdown)
     print("\n".join(markdown(content)))
+
+
+def arms_of(study: str, named: Sequence[str]) -> list[str]:
+    """The recipe and the named arms of a study; none named: all. Raises `UserError` for an arm that
+    the study does not have."""
+    arms = [*STUDIES[study]]
+    unknown = sorted({*named} - {*arms})
+    if unknown:
+        raise UserError(
+            f"--arms {unknown[0]}: the study {study} has no such arm. Its arms: {', '.join(arms)}. "
+            "Name one study with --studies for arms that others lack."
+        )
+    return [arm for arm in arms if arm == arms[0] or arm in named or not named]
 
 
 def words_of(study: str, arm: str, layers: int) -> list[str]:
@@ -176,10 +192,10 @@ def words_of(study: str, arm: str, layers: int) -> list[str]:
     return [word.format(**named) for word in (*SHARED, *STUDIES[study][recipe], *own)]
 
 
-def rows_of(bench: Bench, study: str, seeds: Sequence[int]) -> Iterator[Facts]:
-    """The rows of a study whose trainings are done, the recipe first."""
+def rows_of(bench: Bench, study: str, arms: Sequence[str], seeds: Sequence[int]) -> Iterator[Facts]:
+    """The rows of these arms of a study whose trainings are done; the recipe is the first arm."""
     base: dict[str, list[Totals]] = {}
-    for arm in STUDIES[study]:
+    for arm in arms:
         overrides = words_of(study, arm, bench.model.info.num_layers)
         ways: dict[str, list[Totals]] = {way: [] for way in WAYS}
         for seed in seeds:
@@ -231,6 +247,7 @@ main = command(
     report,
     targets=some_of(sorted(PLACES)),
     studies=some_of(sorted(STUDIES)),
+    arms={"nargs": "+", "default": [], "help": "arms beside the recipe; none named: all"},
     seeds={"nargs": "+", "type": int, "default": SEEDS},
     **options_of_bench("ablations"),
 )

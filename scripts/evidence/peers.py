@@ -1,6 +1,7 @@
 """Compares our drafters with those of vLLM's `speculators`, each by its best recipe.
 
     python -m scripts.evidence.peers --python PYTHON [--targets embedded held_out] [--kinds eagle3]
+        [--engine-python .venv-serve/bin/python]
 
 PYTHON is an interpreter that has speculators. Both sides read the same documents of the same target
 for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
@@ -15,6 +16,9 @@ at temperature 0 and at 1, there by every rule that keeps the target's distribut
 The library's own validation loss, on the target's greedy answers to the validation prompts, is
 recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
 better.
+
+With --engine-python, an interpreter that has vLLM, the first seed's drafters of both sides are also
+served (peers_served.py).
 
 Writes docs/reports/peers.{json,md}. Every training and every measurement is kept under --work, and
 the command continues after an interruption; the report is written after every kind.
@@ -33,6 +37,7 @@ from inference.folders import copy_plain
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell, decode_prompts, settings_of
+from scripts.evidence.peers_served import serve_both, served_lines
 from scripts.evidence.sides import FLAGS, LENGTH, VERSION, Row, Setting, fast_dtype, their_sizes
 from scripts.evidence.small_targets import (
     EXPERIMENT,
@@ -128,7 +133,7 @@ class Contest(Bench):
         self.setting.write_rows(self.held_out)
         side = self.setting.theirs(kind, name, TOKENS, words, EPOCHS, seed)
         steps = EPOCHS * int(side.about["steps_per_epoch"])
-        found = side.train(steps, self.setting.work / f"theirs-{name}" / "saved")
+        found = side.train(steps, self.saved(name))
         copy_plain(self.setting.converted(name), out)
         told = {key: side.about[key] for key in ("trained_weights", "settings")}
         return {"steps": steps, **found, **told}
@@ -162,6 +167,18 @@ class Contest(Bench):
                 found = self.totals(checkpoint, name, self.measuring, decode)
                 yield (temperature, rule, depth), found
 
+    def served(self, kind: str, python: str) -> list[Facts]:
+        """What vLLM accepts of the first seed's drafter of each side."""
+        score, (ours, *_) = self.best(kind, "ours")
+        score, _ = self.best(kind, "speculators")
+        rate = max(score, key=score.__getitem__)
+        saved = self.saved(f"{kind}-speculators-{rate:g}-{SEEDS[0]}")
+        return serve_both(python, self.place, self.model, kind, ours, saved)
+
+    def saved(self, name: str) -> Path:
+        """The folder that the library saved after a training."""
+        return self.setting.work / f"theirs-{name}" / "saved"
+
 
 # The report
 
@@ -194,6 +211,11 @@ def report(given: argparse.Namespace) -> None:
             put_rows(content, rows, ("target", "kind"))
             content.setdefault("trainings", {}).setdefault(target, {})[kind] = facts
             save(given, content, settings, markdown)
+            if given.engine_python:
+                served = contest.served(kind, given.engine_python)
+                served = [{"target": target, **row} for row in served]
+                put_rows(content, served, ("target", "kind"), "served")
+                save(given, content, settings, markdown)
     print("\n".join(table(content["rows"])))
 
 
@@ -293,6 +315,7 @@ def markdown(content: Facts) -> list[str]:
             [*header.split(", "), "its validation loss", "its optimiser and loss"], trainings
         ),
         "",
+        *served_lines(content.get("served", [])),
     ]
 
 
@@ -321,6 +344,7 @@ main = command(
     python={"required": True, "help": f"a python that has speculators {VERSION}"},
     targets=some_of(sorted(PLACES)),
     kinds=some_of(sorted(OURS)),
+    engine_python=("", "a python that has vLLM; empty: nothing is served"),
     **options_of_bench("peers"),
 )
 

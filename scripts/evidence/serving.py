@@ -192,12 +192,10 @@ class Bench:
         verdict = verify(VerifyConfig(dir=str(out)), self.config, self.target)
         return {"layout": verdict.layout, "static_faults": verdict.faults}
 
-    def from_speculators(self, source: Path) -> list[Served]:
-        """A folder that the library saved: served unchanged, compared with our import of it.
-
-        Also our export of that import, in the library's layout and in vLLM's.
-        """
-        target, name = self.target, f"speculators 0.9.0, {source.name}"
+    def saved(self, source: Path, name: str) -> tuple[Served, Path]:
+        """A folder that the library saved, served unchanged as the row `name`, and our import of
+        it, a checkpoint."""
+        target = self.target
         folder = self.scratch / f"saved-{source.name}"
         copy_plain(source, folder)
         found = Folder.read(folder)
@@ -211,13 +209,22 @@ class Bench:
         if kind == "peagle":
             method |= {"method": "eagle3", "parallel_drafting": True}
         corrections = ("grouped_rms_norm",) if drafter.kind == "dflash" else ()
-        served = [Served(name, kind, drafter, folder, method, corrections=corrections)]
         self.checks[name] = self.check(folder)
+        return Served(name, kind, drafter, folder, method, corrections=corrections), checkpoint
+
+    def from_speculators(self, source: Path) -> list[Served]:
+        """A folder that the library saved: served unchanged, compared with our import of it.
+
+        Also our export of that import, in the library's layout and in vLLM's.
+        """
+        name = f"speculators 0.9.0, {source.name}"
+        first, checkpoint = self.saved(source, name)
+        served = [first]
         for engine in ("speculators", "vllm"):
             again = self.scratch / f"again-{engine}-{source.name}"
             label = f"{name}, exported again for {engine}"
             self.checks[label] = self.write(checkpoint, again, engine)
-            served.append(replace(live.read_served(again, target), name=label))
+            served.append(replace(live.read_served(again, self.target), name=label))
         return served
 
 

@@ -414,15 +414,17 @@ def require_same(out: Path, content: Facts, settings: Facts) -> None:
         )
 
 
-def put_rows(content: Facts, rows: Sequence[Facts], keys: Sequence[str]) -> None:
-    """Add rows to a report, replacing those that are equal to one of them in `keys`."""
+def put_rows(
+    content: Facts, rows: Sequence[Facts], keys: Sequence[str], table: str = "rows"
+) -> None:
+    """Add rows to a table of a report, replacing those that are equal to one of them in `keys`."""
 
     def name(row: Facts) -> tuple[object, ...]:
         return tuple(row[key] for key in keys)
 
     new = {name(row) for row in rows}
-    kept = [row for row in content.get("rows", []) if name(row) not in new]
-    content["rows"] = [*kept, *rows]
+    kept = [row for row in content.get(table, []) if name(row) not in new]
+    content[table] = [*kept, *rows]
 
 
 def save(

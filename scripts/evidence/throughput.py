@@ -8,7 +8,8 @@ of as many rows as the experiment's, in a separate process, so that its peak mem
 separately. The first steps are left out: they warm up, and the first one counts FLOPs. The report
 is written after every recipe. A repeated command measures the recipes whose rows are missing, or
 were measured with other settings or at another commit; `--only` measures the named ones in any
-case. Other rows stay, each with its settings and commit.
+case. Other rows stay, each with its settings and commit. Recipes that go on from another row's
+drafter are measured only if they are named, because that drafter must exist.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def measure(given: argparse.Namespace) -> None:
         },
         "git": {"revision": git["revision"], "changed": bool(git["diff"])} if git else {},
     }
-    for name in given.only or known:
+    alone = [name for name, words in known.items() if not any(map(goes_on, words))]
+    for name in given.only or alone:
         if name in rows and is_same(rows[name], conditions) and not given.only:
             continue
         row = rows[name] = {"name": name, **conditions, **train_briefly(name, known[name], given)}
@@ -68,6 +70,11 @@ def measure(given: argparse.Namespace) -> None:
             "rows": [rows[each] for each in known if each in rows],
         }
         write_json(given.out, content)
+
+
+def goes_on(override: str) -> bool:
+    """Whether an override names the drafter that a training starts from."""
+    return override.startswith("train.refresh.init_from=")
 
 
 def is_same(row: Facts, conditions: Facts) -> bool:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from scripts.assets import held_out_target
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import ablations, small_targets
-from scripts.evidence.ablations import RECIPE, STUDIES, words_of
+from scripts.evidence.ablations import RECIPE, STUDIES, arms_of, words_of
 from scripts.evidence.small_targets import EXPERIMENT, PLACES, decisive
 from scripts.tools.common import cpu_target
 from tests.scripts.evidence.places import micro_place
@@ -51,6 +52,14 @@ def test_taps_of_the_arms_exist_in_the_second_target() -> None:
     for word in found:
         taps = json.loads(word.removeprefix("head.taps="))
         assert taps == sorted({*taps}) and all(0 < tap < layers for tap in taps)
+
+
+def test_named_arms_stand_beside_the_recipe() -> None:
+    assert arms_of("eagle3", []) == [*STUDIES["eagle3"]]
+    assert arms_of("eagle3", ["one_tap", "adamw"]) == [RECIPE, "adamw", "one_tap"]
+    assert arms_of("eagle3", [RECIPE]) == [RECIPE]
+    with pytest.raises(UserError, match=r"--arms block_16: the study eagle3 has no such arm"):
+        arms_of("eagle3", ["adamw", "block_16"])
 
 
 @pytest.mark.slow
