@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heads.nn.anchors import Anchors
 from heads.nn.block import attention
-from heads.nn.block.attention import View, attend_blocks
+from heads.nn.block.attention import View, attend_blocks, runs_of
 from train.planning.footprint import FlopCount
 
 SEGMENTS = torch.tensor(
@@ -63,14 +64,60 @@ def one_at_a_time(
     return out.flatten(3)
 
 
+@pytest.mark.parametrize("most", [0, 3, 1 << 10])
 @pytest.mark.parametrize("window", [0, 3, 5])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_blocks_equal_one_slot_at_a_time(causal: bool, window: int) -> None:
+def test_many_blocks_equal_one_slot_at_a_time(
+    causal: bool, window: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether every block is a run of its own, some blocks are, or all blocks of a row."""
+    monkeypatch.setattr(attention, "MOST_HIDDEN", most)
     query, context, own = parts(torch.float64)
     view = View.of(SEGMENTS, LAST, SLOTS, causal, flex=False, window=window)
+    blocks, rows = LAST.numel(), LAST.shape[0]
+    assert view.runs is not None and rows <= len(view.runs) <= blocks
+    assert (len(view.runs) == rows) == (most > 3)
     torch.testing.assert_close(
         attend_blocks(query, context, own, view), one_at_a_time(query, context, own, causal, window)
     )
+
+
+def test_runs_have_the_gradients_of_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, context, own = parts(torch.float64)
+    given = [part.requires_grad_() for part in (query, *context, *own)]
+    weight = torch.randn(attend_blocks(query, context, own, dense_view()).shape).double()
+
+    def gradients(view: View) -> tuple[Tensor, ...]:
+        out = attend_blocks(query, context, own, view)
+        return torch.autograd.grad((out * weight).sum(), given)
+
+    monkeypatch.setattr(attention, "MOST_HIDDEN", 2)
+    runs = View.of(SEGMENTS, LAST, SLOTS, False, flex=False)
+    assert runs.runs is not None and len(runs.runs) > LAST.shape[0]
+    torch.testing.assert_close(gradients(runs), gradients(dense_view()))
+
+
+def dense_view() -> View:
+    """What the blocks see, computed with the whole context."""
+    return replace(View.of(SEGMENTS, LAST, SLOTS, False, flex=False), runs=None)
+
+
+def test_runs_skip_what_their_blocks_do_not_see() -> None:
+    """Documents of 128 places: a run has a document's places up to its last block, and computes
+    few pairs that are hidden from each other."""
+    segments = torch.arange(8).repeat_interleave(128)[None]
+    last = torch.arange(0, 1024, 8)[None]
+    runs = runs_of(View.of(segments, last, SLOTS, False, flex=False).visible)
+    assert [run.blocks.start for run in runs] == [0, *(run.blocks.stop for run in runs[:-1])]
+    assert runs[-1].blocks.stop == 128
+    computed = 0
+    for run in runs:
+        places = last[0, run.blocks]
+        assert run.places == slice(int(places[0]) // 128 * 128, int(places[-1]) + 1)
+        pairs = run.count * (run.places.stop - run.places.start)
+        assert pairs - int((places % 128 + 1).sum()) <= attention.MOST_HIDDEN
+        computed += pairs
+    assert computed < 128 * 1024 / 8
 
 
 @pytest.mark.parametrize("window", [0, 3])

@@ -4,10 +4,11 @@ A block is anchored at a place t of the sequence, the last position whose true s
 its queries attend to the context up to t within t's document, and to the block's own slots. Other
 blocks and positions after t are not visible (DFlash, 2602.06036). There are two ways to compute
 this: exactly with dense scores (the CPU, float64, few queries), and with flex attention on CUDA,
-which skips masked scores.
+which skips masked scores. On the CPU, blocks that lie close together have dense scores with the
+part of the context that they see, so that most pairs of different documents are not computed.
 
 Legend: B rows, T positions, A blocks per row, b slots per block, h query heads, g key/value heads,
-G = h / g, D head size.
+G = h / g, D head size; of a run: R = 1 row, N blocks, S positions.
 """
 
 from __future__ import annotations
@@ -27,17 +28,36 @@ KeyValue = tuple[Tensor, Tensor]
 LEAST_QUERIES = 128
 """Queries of a row from which flex attention pays off: the side of its tiles. For fewer, torch uses
 another kernel, which it cannot build for every shape."""
+MOST_HIDDEN = 1 << 10
+"""Pairs of a block and a position of the context, of those that a run computes, that may be hidden
+from each other. They cost about as much as the operations of another run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks of a row, one after the other, and the positions of the context that they see."""
+
+    row: int
+    blocks: slice
+    places: slice
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return int(self.blocks.stop - self.blocks.start)
 
 
 @dataclass(frozen=True)
 class View:
     """What the slots of some blocks see. visible [B, A, b, T] bool: the context, with 1 for b if
     all slots of a block see the same; causal: whether a slot sees only itself and earlier slots of
-    its block; flex: the same as a block mask of flex attention, None for dense scores."""
+    its block; flex: the same as a block mask of flex attention, None for dense scores; runs: all
+    blocks in order, None if all are computed with the whole context."""
 
     visible: Tensor
     causal: bool
     flex: Any = None
+    runs: tuple[Run, ...] | None = None
 
     @classmethod
     def of(
@@ -55,15 +75,63 @@ class View:
             visible = visible & ((places > stands - window) | (places == end))
         pays = last.shape[1] * slots >= LEAST_QUERIES
         mask = _block_mask(visible, slots, causal) if flex and pays else None
-        return cls(visible, causal, mask)
+        runs = runs_of(visible) if mask is None and visible.device.type == "cpu" else None
+        return cls(visible, causal, mask, runs)
+
+    def of_run(self, run: Run) -> View:
+        """What the blocks of a run see of its positions."""
+        return View(self.visible[run.row : run.row + 1, run.blocks, :, run.places], self.causal)
+
+
+def runs_of(visible: Tensor) -> tuple[Run, ...]:
+    """Divide the blocks of visible [B, A, b or 1, T] into runs, of which each computes at most
+    `MOST_HIDDEN` pairs in vain, or has one block. Reads the mask on the host."""
+    seen = visible.any(2).to(torch.uint8)  # [B, A, T]
+    begins = seen.argmax(2).tolist()
+    ends = (seen.shape[2] - seen.flip(2).argmax(2)).tolist()
+    found = []
+    for row, spans in enumerate(zip(begins, ends, strict=True)):
+        first, low, high, wanted = 0, seen.shape[2], 0, 0
+        for block, (begin, end) in enumerate(zip(*spans, strict=True)):
+            wide = max(high, end) - min(low, begin)
+            hidden = (block + 1 - first) * wide - wanted - (end - begin)
+            if block > first and hidden > MOST_HIDDEN:
+                found.append(Run(row, slice(first, block), slice(low, high)))
+                first, low, high, wanted = block, begin, end, 0
+            low, high, wanted = min(low, begin), max(high, end), wanted + end - begin
+        found.append(Run(row, slice(first, len(spans[0])), slice(low, high)))
+    return tuple(found)
 
 
 def attend_blocks(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
     """Attention of blocks: query [B, A, b, h, D], context keys and values [B, T, g, D], the blocks'
     own [B, A, b, g, D] -> [B, A, b, h * D]."""
-    # The context's keys are shared by all blocks of a row and never copied.
     if view.flex is not None:
         return _flex(query, context, own, view.flex)
+    if view.runs is not None:
+        return _run_by_run(query, context, own, view, view.runs)
+    return _dense(query, context, own, view)
+
+
+@torch.compiler.disable
+def _run_by_run(
+    query: Tensor, context: KeyValue, own: KeyValue, view: View, runs: tuple[Run, ...]
+) -> Tensor:
+    """`attend_blocks` by dense scores of every run. Not compiled: every batch has other runs, and
+    would get a separate program."""
+    # The gradients of a split are concatenated once; those of slices would be summed as whole rows.
+    split = [part.flatten(0, 1).split([run.count for run in runs]) for part in (query, *own)]
+    found = []
+    for run, *parts in zip(runs, *split, strict=True):
+        queries, keys, values = (part[None] for part in parts)  # [R, N, b, heads, D]
+        near = (part[run.row : run.row + 1, run.places] for part in context)  # [R, S, g, D] each
+        found.append(_dense(queries, (*near,), (keys, values), view.of_run(run))[0])
+    return torch.cat(found).unflatten(0, query.shape[:2])
+
+
+def _dense(query: Tensor, context: KeyValue, own: KeyValue, view: View) -> Tensor:
+    """`attend_blocks` by scores of all blocks with the whole context. The context's keys are shared
+    by all blocks of a row and never copied."""
     blocks, slots, heads, size = query.shape[1:]
     kv_heads, length = context[0].shape[2], context[0].shape[1]
     groups = heads // kv_heads
