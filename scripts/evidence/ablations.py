@@ -91,11 +91,15 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "copied_layer": ["head.from_target_layer={last}"],
         "equal_weights": ["head.decay=1.0"],
         "unrolled_3": ["head.ttt_steps=3"],
+        "unrolled_3_equal": ["head.ttt_steps=3", "head.decay=1.0"],
         "unrolled_7": ["head.ttt_steps=7"],
         "one_tap": ["head.taps=[{high}]"],
         "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
         "joint_norm": ["head.tap_norm=false", "head.norm_before_fc=true"],
         "normed_residual": ["head.norm_before_residual=true"],
+        "joint_norm_and_residual": [
+            *("head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true")
+        ],
         **AVERAGES,
         **FORMATS,
     },

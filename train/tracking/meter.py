@@ -12,11 +12,13 @@ that the main process records the energy of all of them.
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -28,6 +30,7 @@ from train.tracking.energy import EnergyMeter
 COUNT_EVERY = 100
 ASIDE = ("evaluation", "saving")
 """Parts that are not training."""
+STATUS = Path("/proc/self/status")
 
 
 class Meter:
@@ -116,6 +119,10 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes so far: of tensors on CUDA; of the whole process (resident) on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    # Linux first: there getrusage also counts what the parent held when it started this process
+    found = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text()) if STATUS.is_file() else None
+    if found:
+        return int(found.group(1)) * 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

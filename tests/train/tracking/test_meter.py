@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +38,24 @@ def test_a_step_is_added_to_what_earlier_sessions_spent() -> None:
     assert utilisation(spent, 2e6) == pytest.approx((1e6 + flops) / (8.0 * 2e6))
     assert 1.0 <= spent["setup"] <= 1.0 + time.perf_counter() - begun
     assert spent["peak_memory"] == figures["peak_memory"] > 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from train.tracking.meter import peak_memory; import torch; "
+        "print(peak_memory(torch.device('cpu')))",
+        "from scripts.evidence.foreign.speculators_worker import peak_bytes; print(peak_bytes())",
+    ],
+)
+def test_peak_memory_is_that_of_the_process_alone(script: str, repository: Path) -> None:
+    """getrusage's figure begins with what the parent has."""
+    held = b"1" * (1 << 30)  # more than importing torch takes
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=repository
+    )
+    assert 2**20 < int(found.stdout) < len(held)
 
 
 def test_every_process_hands_out_its_energy_once_and_one_that_cannot_tell_leaves_no_figure(
