@@ -77,6 +77,10 @@ LOSSES: dict[str, list[str]] = {
     "annealed_lk": [*NONE, "head.annealed_lk=1"],
 }
 """Objectives of a block drafter."""
+JOINT_NORM = [
+    *("head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true")
+]
+"""The norms of EAGLE-3 in speculators 0.9.0."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
         RECIPE: ["head=eagle3", "optim=muon", "optim.lr=3e-3"],
@@ -97,8 +101,11 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
         "joint_norm": ["head.tap_norm=false", "head.norm_before_fc=true"],
         "normed_residual": ["head.norm_before_residual=true"],
-        "joint_norm_and_residual": [
-            *("head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true")
+        "joint_norm_and_residual": JOINT_NORM,
+        "peer_settings": [
+            *JOINT_NORM,
+            *("head.ttt_steps=3", "head.decay=1.0", "optim.weight_decay=0.1"),
+            *("schedule.kind=linear", "schedule.min_ratio=0", "schedule.warmup=0.01"),
         ],
         **AVERAGES,
         **FORMATS,

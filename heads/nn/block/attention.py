@@ -124,8 +124,9 @@ def _run_by_run(
     found = []
     for run, *parts in zip(runs, *split, strict=True):
         queries, keys, values = (part[None] for part in parts)  # [R, N, b, heads, D]
-        near = (part[run.row : run.row + 1, run.places] for part in context)  # [R, S, g, D] each
-        found.append(_dense(queries, (*near,), (keys, values), view.of_run(run))[0])
+        near_keys, near_values = (part[run.row : run.row + 1, run.places] for part in context)
+        near = near_keys, near_values  # [R, S, g, D] each
+        found.append(_dense(queries, near, (keys, values), view.of_run(run))[0])
     return torch.cat(found).unflatten(0, query.shape[:2])
 
 
