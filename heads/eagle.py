@@ -106,7 +106,7 @@ class Drafter(ChainDrafter):
         small random part of both inputs. The embedding's part is scaled as if embeddings had root
         mean square 1, because they are many times smaller than features and no norm evens this out
         here."""
-        initialise_blocks(self, generator)
+        initialise_blocks(self, generator, self.config.initial_std)
         hidden = self.info.hidden_size
         size = weights.embedding.float().square().mean().sqrt().clamp(min=1e-6)
         with torch.no_grad():

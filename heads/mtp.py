@@ -109,7 +109,7 @@ class Drafter(DepthDrafter):
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Random blocks or a target layer. The joined input starts as the state plus a small random
         part of both inputs."""
-        initialise_blocks(self, generator)
+        initialise_blocks(self, generator, self.config.initial_std)
         for block in self.blocks:
             with torch.no_grad():
                 block.fc.weight.mul_(0.3)[:, self.info.hidden_size :].diagonal().add_(1.0)

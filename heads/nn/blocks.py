@@ -157,13 +157,15 @@ class FusingLayer(nn.Module):
         return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
-def initialise_blocks(module: nn.Module, generator: torch.Generator) -> None:
-    """Norms to one, matrices normal with variance 1 / inputs in their order, biases to zero."""
+def initialise_blocks(module: nn.Module, generator: torch.Generator, most: float = 0.0) -> None:
+    """Norms to one, matrices normal with variance 1 / inputs in their order, biases to zero. most:
+    the largest standard deviation of a matrix; 0: no limit."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
             init.constant(part.weight, 1.0)
         elif isinstance(part, nn.Linear):
-            init.normal(part.weight, part.in_features**-0.5, generator)
+            spread = part.in_features**-0.5
+            init.normal(part.weight, min(spread, most) if most else spread, generator)
             if part.bias is not None:
                 init.constant(part.bias, 0.0)
 

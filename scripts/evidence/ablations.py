@@ -46,6 +46,8 @@ WARM_UP = {"no_warm_up": ["schedule.warmup=0"], "warm_up_20": ["schedule.warmup=
 """The share of all steps over which the rate rises; 0.04 in the recipes."""
 AVERAGES = {f"average_{decay}": [f"train.average={decay}"] for decay in (0.9, 0.99)}
 """The running mean of the weights; off in the recipes."""
+INITIAL = {f"initial_std_{std}": [f"head.initial_std={std}"] for std in (0.02, 0.005)}
+"""Random weights of at most this standard deviation; 1 / sqrt(inputs) in the recipes."""
 FORMATS = {f"features_{form}": [f"features.format={form}"] for form in ("bf16", "int8", "int4")}
 """Features as a store keeps them; fp32 in the recipes: the numbers that a training computes."""
 BLOCK = ["optim=muon", "optim.lr=5e-3", "head.num_anchors=64"]
@@ -93,6 +95,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "no_clipping": ["optim.clip=0"],
         "trained_lm_head": ["head.train_lm_head=true"],
         "copied_layer": ["head.from_target_layer={last}"],
+        **INITIAL,
         "equal_weights": ["head.decay=1.0"],
         "unrolled_3": ["head.ttt_steps=3"],
         "unrolled_3_equal": ["head.ttt_steps=3", "head.decay=1.0"],

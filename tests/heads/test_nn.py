@@ -25,6 +25,8 @@ from heads.nn.blocks import LayerShape, RMSNorm
 from heads.nn.drafting.places import CachePlace, Memory, static_places
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.rope import Rope, look_up, rotate
+from tests.heads.micro import micro_target
+from tests.heads.recipes import build
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -217,3 +219,17 @@ def test_products_of_heads_are_a_linear_map_each(bias: bool) -> None:
         expected = torch.einsum("koh,kmh->kmo", weight, states)
         expected = expected if biases is None else expected + biases[:, None]
         torch.testing.assert_close(blocks.head_products(states, weight, biases), expected)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "peagle", "mtp", "dflash"])
+def test_random_weights_are_no_larger_than_the_recipe_says(name: str) -> None:
+    target, random_layers = micro_target(), {"start_from": "random"} if name == "dflash" else {}
+
+    def spread(**changes: float) -> float:
+        drafter = build(name, target, shaken=0.0, changes={**random_layers, **changes})
+        found = [w for key, w in drafter.named_parameters() if key.endswith("mlp.gate_proj.weight")]
+        return float(found[-1].detach().std())
+
+    assert spread() == pytest.approx(target.info.hidden_size**-0.5, rel=0.2)
+    assert spread(initial_std=0.01) == pytest.approx(0.01, rel=0.2)
+    assert spread(initial_std=9.0) == spread()

@@ -89,7 +89,7 @@ class BlockModel(TrainableDrafter):
         """Layers from the target's (`start_from`), and dependencies that change nothing at
         first."""
         config, info = self.config, self.info
-        initialise_blocks(self, generator)
+        initialise_blocks(self, generator, config.initial_std)
         layers = [cast(BlockLayer, layer) for layer in self.layers]
         copied = layers[1:] if config.carry_root else layers
         chosen = config.from_target_layers or default_start(len(copied), info.num_layers)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
-from heads.api.config import OptionalLayer, Size, config
+from heads.api.config import OptionalLayer, Size, Weight, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -46,6 +46,9 @@ class SizeConfig:
     """Size of a head (even)."""
     intermediate_size: Size = 0
     """Width of the MLP."""
+    initial_std: Weight = 0.0
+    """Largest standard deviation of random initial weights, which otherwise is 1 / sqrt(inputs) of
+    a matrix; 0: no limit. Many models start at 0.02."""
 
 
 @config("head")

@@ -102,7 +102,7 @@ class TapDrafter(ReducedDrafter):
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
         """Random layers and a random fusion; final norm and LM head start from the target's."""
-        initialise_blocks(self, generator)
+        initialise_blocks(self, generator, self.config.initial_std)
         init.copy(self.lm_head.weight, self.lm_head_rows(weights))
         self.copy_final_norm(self.norm.weight, weights)
         if self.shortlist is not None:
