@@ -67,6 +67,23 @@ def test_finished_rows_stay_and_are_not_measured_again(
     assert measured[5:] == ["b"]  # measured with other settings
 
 
+def test_rows_that_continue_a_drafter_are_measured_only_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def train(name: str, overrides: object, given: object) -> dict[str, Any]:
+        measured.append(name)
+        return {"peak_memory_bytes": 1, "tokens_per_second": 1.0, "mfu": 0.5}
+
+    recipes = {"a": ["head=medusa"], "b": ["head=eagle3", "train.refresh.init_from=elsewhere"]}
+    monkeypatch.setattr(throughput, "train_briefly", train)
+    monkeypatch.setattr(throughput, "family_recipes", lambda: recipes)
+    words = ["--answers", str(tmp_path), "--out", str(tmp_path / "report.json")]
+    assert throughput.main(words) == 0 and measured == ["a"]
+    assert throughput.main([*words, "--only", "b"]) == 0 and measured == ["a", "b"]
+
+
 def test_every_row_of_the_families_is_measured_and_composes() -> None:
     rows = family_recipes()
     assert {"medusa", "eagle3", "dspark", "distilled", "peagle"} <= set(rows)
