@@ -21,6 +21,7 @@ from heads.api.config import (
     Seconds,
     Seed,
     Tokens,
+    UnitInterval,
     config,
 )
 from heads.api.errors import UserError
@@ -69,6 +70,9 @@ class TrainConfig:
     domains: tuple[str, ...] = ()
     """Domains of the answers that are trained on, and of the prompts that tau is measured on, such
     as [code]; empty: all."""
+    context_weight: UnitInterval = 0.0
+    """Weight of the loss at tokens outside answers (0 to 1): prompts, and answers that the target
+    did not give. 0: only answers are trained on."""
     prompts: tuple[str, ...] = ()
     """Held-out prompts for measuring tau: .jsonl files or folders of them. Empty: those that
     `generate` held out of the answers' data (data.reserve.validation)."""
@@ -201,6 +205,8 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     train = {name: getattr(config, name) for name in names}
     if config.domains:
         train["domains"] = sorted(config.domains)
+    if config.context_weight:
+        train["context_weight"] = config.context_weight
     if config.average:
         train |= {"average": config.average, "average_every": config.average_every}
     facts = {

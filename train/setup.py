@@ -72,7 +72,9 @@ class Run:
         self.target, self.access = load_target(job, world)
         info, weights = self.target.info, self.target.weights
         length, domains = config.sequence_length, config.domains
-        self.data = PackedData.from_manifest(job.data, info, length, domains=domains)
+        self.data = PackedData.from_manifest(
+            job.data, info, length, domains=domains, context_weight=config.context_weight
+        )
         shape = (config.global_batch, config.micro_batch, world.size, world.rank)
         self.loader = StepLoader(self.data, *shape, seed)
         self.steps = config.steps(self.loader.steps_per_epoch)
@@ -182,7 +184,7 @@ class Run:
         bfloat16 = job.engine.precision == "bfloat16"
         if job.features.top_logits and job.features.mode != "online":
             require_logits_only(self.drafter, job.features, self.target, self.loader.step(0)[0])
-        if self.data.extras:
+        if self.data.weighed:
             batch = trial_batch(job, self.target, needs, self.loader.step(0)[0].rows(1))
             require_weighed(self.drafter, batch, device_type, bfloat16)
         if job.config.refresh.lora_rank:

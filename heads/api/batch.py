@@ -26,7 +26,7 @@ class TrainBatch:
     share of the training that is done (0 to 1), for objectives that change during training. weights
     [B, T] float32: weight of the loss of the token AT this position; anchors [B, T] float32: weight
     of all losses of a draft whose root, the last token before it, is AT this position. Both have
-    mean 1 over supervised tokens; None: all 1.
+    mean 1 over the answers' supervised tokens; None: all 1.
     """
 
     tokens: Tensor

@@ -46,8 +46,6 @@ WARM_UP = {"no_warm_up": ["schedule.warmup=0"], "warm_up_20": ["schedule.warmup=
 """The share of all steps over which the rate rises; 0.04 in the recipes."""
 AVERAGES = {f"average_{decay}": [f"train.average={decay}"] for decay in (0.9, 0.99)}
 """The running mean of the weights; off in the recipes."""
-INITIAL = {f"initial_std_{std}": [f"head.initial_std={std}"] for std in (0.02, 0.005)}
-"""Random weights of at most this standard deviation; 1 / sqrt(inputs) in the recipes."""
 FORMATS = {f"features_{form}": [f"features.format={form}"] for form in ("bf16", "int8", "int4")}
 """Features as a store keeps them; fp32 in the recipes: the numbers that a training computes."""
 BLOCK = ["optim=muon", "optim.lr=5e-3", "head.num_anchors=64"]
@@ -85,7 +83,10 @@ JOINT_NORM = [
 """The norms of EAGLE-3 in speculators 0.9.0."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
-        RECIPE: ["head=eagle3", "optim=muon", "optim.lr=3e-3"],
+        RECIPE: [
+            *("head=eagle3", "optim=muon", "optim.lr=3e-3"),
+            *("head.ttt_steps=3", "head.decay=1.0", "head.initial_std=0.02"),
+        ],
         "adamw": ["optim=adamw", "optim.lr=1e-3"],
         "rate_5e-3": ["optim.lr=5e-3"],
         "rate_1e-2": ["optim.lr=1e-2"],
@@ -95,10 +96,10 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "no_clipping": ["optim.clip=0"],
         "trained_lm_head": ["head.train_lm_head=true"],
         "copied_layer": ["head.from_target_layer={last}"],
-        **INITIAL,
-        "equal_weights": ["head.decay=1.0"],
-        "unrolled_3": ["head.ttt_steps=3"],
-        "unrolled_3_equal": ["head.ttt_steps=3", "head.decay=1.0"],
+        "initial_std_0": ["head.initial_std=0"],
+        "initial_std_0.005": ["head.initial_std=0.005"],
+        "falling_weights": ["head.decay=0.8"],
+        "unrolled_5": ["head.ttt_steps=5"],
         "unrolled_7": ["head.ttt_steps=7"],
         "one_tap": ["head.taps=[{high}]"],
         "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
@@ -107,9 +108,16 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "joint_norm_and_residual": JOINT_NORM,
         "peer_settings": [
             *JOINT_NORM,
-            *("head.ttt_steps=3", "head.decay=1.0", "optim.weight_decay=0.1"),
-            *("schedule.kind=linear", "schedule.min_ratio=0", "schedule.warmup=0.01"),
+            *(
+                "optim.weight_decay=0.1",
+                "schedule.kind=linear",
+                "schedule.min_ratio=0",
+                "schedule.warmup=0.01",
+            ),
         ],
+        "total_variation": ["head.tv=5"],
+        "lk": ["head.lk=1"],
+        "last_tap": ["head.taps=[2,{middle},{high},{last}]"],
         **AVERAGES,
         **FORMATS,
     },

@@ -53,6 +53,23 @@ def project(attn: Any, x: Tensor, position: int) -> tuple[list[Tensor], list[Ten
     return [turn(each, position) for each in q], [turn(each, position) for each in k], v
 
 
+def judged(config: Any, teacher: Tensor, log_q: Tensor, column: int | None) -> Tensor:
+    """The loss of one prediction of a drafter over fused taps, from the target's logits [V'] and
+    the drafter's log-probabilities [V'] over the draft vocabulary, and the token's column there
+    (None: it has none)."""
+    p, q, share = teacher.softmax(-1), log_q.exp(), config.hard_label_weight
+    hard = 0.0 if column is None else -log_q[column]
+    value = (1 - share) * -(p * log_q).sum() + share * hard
+    overlap = torch.minimum(p, q).sum()
+    return value + config.tv * (1 - overlap) - config.lk * overlap.log()
+
+
+def column_of(ids: Tensor, token: int) -> int | None:
+    """The column of a token among the tokens `ids` [V'] of a draft vocabulary; None: not in it."""
+    found = (ids == token).nonzero()
+    return int(found[0, 0]) if len(found) else None
+
+
 def attend(attn: Any, query: list[Tensor], seen: Rows) -> Tensor:
     """One row's attention over the rows it sees, with the output projection [H]."""
     groups = attn.q_proj.out_features // attn.k_proj.out_features

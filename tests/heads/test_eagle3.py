@@ -27,6 +27,8 @@ from tests.heads.explicit import (
     attend,
     behind_attention,
     check_paths_of_a_tree,
+    column_of,
+    judged,
     project,
     rms,
 )
@@ -37,6 +39,7 @@ VARIANTS = [
     {"tap_norm": False, "post_norm_recurrence": False},
     {"draft_vocab_size": 26},
     {"num_key_value_heads": 4, "taps": (0, 5), "hard_label_weight": 0.25},
+    {"draft_vocab_size": 26, "hard_label_weight": 0.5, "tv": 3.0, "lk": 0.7},
 ]
 
 
@@ -146,11 +149,9 @@ def test_loss_equals_the_sum_over_steps_and_positions(target: MicroTarget, optio
                 count[k - 1] += 1
                 right[k - 1] += int(ids[log_q.argmax()] == teacher.argmax())
                 if teacher.argmax() in ids:
-                    soft = -(teacher[ids].softmax(-1) * log_q).sum()
-                    column = (ids == document[t + k + 1]).nonzero()
-                    hard = -log_q[column[0, 0]] if len(column) else torch.zeros(())
-                    share = drafter.config.hard_label_weight
-                    expected += 0.8 ** (k - 1) * ((1 - share) * soft + share * hard)
+                    column = column_of(ids, document[t + k + 1])
+                    value = judged(drafter.config, teacher[ids], log_q, column)
+                    expected += 0.8 ** (k - 1) * value
             first += len(document)
     output = drafter.loss(batch)
     torch.testing.assert_close(output.loss_sum, expected)
@@ -193,10 +194,8 @@ def restricted_loss(
                 continue
             if batch.weights is not None:
                 weight = weight * batch.weights[row, t + k + 1] * batch.anchors[row, t + 1]
-            soft = -(teacher[ids].softmax(-1) * log_q).sum()
-            column = (ids == batch.tokens[row, t + k + 1]).nonzero()
-            hard = -log_q[column[0, 0]] if len(column) else torch.zeros(())
-            value = torch.lerp(soft, hard.double(), drafter.config.hard_label_weight)
+            column = column_of(ids, int(batch.tokens[row, t + k + 1]))
+            value = judged(drafter.config, teacher[ids], log_q, column)
             total = total + 0.8 ** (k - 1) * weight * value
     return total, counts, right
 

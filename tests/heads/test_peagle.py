@@ -22,6 +22,8 @@ from tests.heads.explicit import (
     behind_attention,
     check_paths_of_a_tree,
     check_pieces_equal_the_whole,
+    column_of,
+    judged,
     project,
     rms,
     shake_norms,
@@ -94,7 +96,9 @@ def test_one_pass_equals_plain_causal_sequences(target: MicroTarget, options: di
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 26, "hard_label_weight": 0.25}])
+@pytest.mark.parametrize(
+    "options", [{}, {"draft_vocab_size": 26, "hard_label_weight": 0.25, "tv": 2.0}]
+)
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 def test_loss_equals_the_sum_over_kept_anchors(
     target: MicroTarget, options: dict, keep: float
@@ -116,13 +120,9 @@ def test_loss_equals_the_sum_over_kept_anchors(
             teacher = target.weights.logits(batch.last_hidden[row, t + depth])
             log_q = (drafter.lm_head.weight @ everywhere[depth - 1][row, t]).log_softmax(-1)
             if teacher.argmax() in ids:
-                column = (ids == batch.tokens[row, t + depth + 1]).nonzero()
-                hard = -log_q[column[0, 0]] if len(column) else torch.zeros(())
-                soft, share = (
-                    -(teacher[ids].softmax(-1) * log_q).sum(),
-                    drafter.config.hard_label_weight,
-                )
-                expected += 0.9 ** (depth - 1) * ((1 - share) * soft + share * hard)
+                column = column_of(ids, int(batch.tokens[row, t + depth + 1]))
+                value = judged(drafter.config, teacher[ids], log_q, column)
+                expected += 0.9 ** (depth - 1) * value
     output = drafter.loss(batch)
     torch.testing.assert_close(output.loss_sum, expected)
     assert [int(output.metrics[f"loss/depth{k}"][1]) for k in (1, 2, 3, 4)] == counts

@@ -240,6 +240,29 @@ def test_shards_of_a_manifest_are_packed(tmp_path):
     assert data.report == expected.report
 
 
+@pytest.mark.parametrize("weight", [0.25, 1.0])
+def test_tokens_outside_answers_are_supervised_with_the_given_weight(tmp_path, weight):
+    generated(tmp_path, [document(10, 3, 1), document(20, 4, 2), document(30, 5, 2)])
+    plain = PackedData.from_manifest(tmp_path, INFO, 8)
+    data = PackedData.from_manifest(tmp_path, INFO, 8, context_weight=weight)
+    assert data.supervised.tolist() == [6, 3] and data.report.supervised == 9
+    assert data.weighed == (weight < 1) and not plain.weighed
+    for index in (0, 1):
+        row, answers = data.row(index), plain.row(index)
+        assert row.tokens.tolist() == answers.tokens.tolist()
+        expected = [
+            (position > 0 and segment > 0, 1.0 if mask or segment == 0 else weight)
+            for position, segment, mask in zip(
+                row.positions, row.segments, answers.loss_mask, strict=True
+            )
+        ]
+        assert row.loss_mask.tolist() == [mask for mask, _ in expected]
+        if weight < 1:
+            assert row.weights.tolist() == [value for _, value in expected]
+        else:
+            assert row.weights is None
+
+
 def test_changed_shards_other_tokenizers_and_foreign_ids_are_refused(tmp_path):
     generated(tmp_path / "other", [document(1, 4, 2)], tokenizer_hash="another", id="some/model")
     with pytest.raises(

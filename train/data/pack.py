@@ -75,7 +75,7 @@ class PackReport(packed_file.Counts):
 class RowArrays:
     """One row: tokens [T] int32 (0 on padding), positions [T] int32 (restarting with each
     document), segments [T] int32 (1, 2, ... per document, 0 on padding), loss_mask [T] bool;
-    weights and anchors [T] float32 (1 on padding), None where the answers have none."""
+    weights and anchors [T] float32 (1 on padding), None where there are none."""
 
     tokens: NDArray[np.int32]
     positions: NDArray[np.int32]
@@ -108,11 +108,13 @@ class PackedData:
         sequence_length: int,
         watch: Watch = ignore,
         domains: Sequence[str] = (),
+        context_weight: float = 0.0,
     ) -> PackedData:
         """Pack the answers in `directory`, of some domains (empty: all); rows are kept next to them
-        in `packed/` (or in a temporary folder). Raises `UserError` if the stage is unfinished, a
-        shard was changed, the vocabulary is not that of `info`, there are no answers of a domain,
-        or nothing is supervised."""
+        in `packed/` (or in a temporary folder). context_weight: weight of the loss at tokens
+        outside answers, which above 0 are supervised too, except for the first of a document.
+        Raises `UserError` if the stage is unfinished, a shard was changed, the vocabulary is not
+        that of `info`, there are no answers of a domain, or nothing is supervised."""
         _check_length(sequence_length)
         shards = checked_shards(directory, info)
         chosen = tuple(sorted(set(domains)))
@@ -150,14 +152,22 @@ class PackedData:
                 data._temporary = tempfile.TemporaryDirectory(prefix="headstart-packed-")
                 folder = Path(data._temporary.name) / name
                 write(folder, ignore)
-        data._open(sequence_length, packed_file.read_packed(folder))
+        data._open(sequence_length, packed_file.read_packed(folder), context_weight)
         return data
 
-    def _open(self, sequence_length: int, packed: packed_file.Packed) -> None:
+    def _open(
+        self, sequence_length: int, packed: packed_file.Packed, context_weight: float = 0.0
+    ) -> None:
         counts, self._indexes, self._flat = packed
         require_supervised(counts.supervised, counts.tokens)
+        self.context_weight = context_weight
+        if context_weight > 0:
+            at = self._indexes
+            at["supervised"] = np.diff(at["starts"]) - np.diff(at["documents"])
+            counts.supervised = int(at["supervised"].sum())
         self.sequence_length = sequence_length
         self.extras = [name for name in packed_file.EXTRAS if name in self._flat]
+        self.weighed = bool(self.extras) or 0 < context_weight < 1
         self.supervised = self._indexes["supervised"]
         self.report = PackReport(**vars(counts), sequence_length=sequence_length)
 
@@ -182,6 +192,13 @@ class PackedData:
         for name in self.extras:
             beside[name] = np.ones(length, dtype=np.float32)
             beside[name][:used] = self._flat[name].read(begin, end)
+        if self.context_weight > 0:
+            context = ~loss_mask
+            context[used:] = False
+            loss_mask[:used] = positions[:used] > 0
+            if self.weighed:
+                weights = beside.setdefault("weights", np.ones(length, dtype=np.float32))
+                weights[context] = self.context_weight
         return RowArrays(tokens, positions, segments, loss_mask, **beside)
 
 

@@ -18,11 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.api.batch import TrainBatch
-from heads.api.config import Layers, Size, UnitInterval, config
+from heads.api.config import Layers, Size, UnitInterval, Weight, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec, default_taps
 from heads.api.target_info import TargetInfo, TargetWeights
-from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, SOFT_CROSS_ENTROPY
+from heads.kernels.reference.row_losses import (
+    ACCEPTANCE_NLL,
+    CROSS_ENTROPY,
+    ROW_LOSSES,
+    SOFT_CROSS_ENTROPY,
+    TOTAL_VARIATION,
+)
 from heads.nn import init
 from heads.nn.blocks import FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
@@ -52,7 +58,13 @@ class TapConfig(base.SizeConfig):
     train_lm_head: bool = False
     """Train the LM head, which starts as the target's. Off: use the target's."""
     hard_label_weight: UnitInterval = 0.0
-    """Share of the loss that is taken on the sampled token instead of the target's distribution."""
+    """Share of the cross entropy that is taken on the sampled token instead of the target's
+    distribution."""
+    tv: Weight = 0.0
+    """Weight of the total variation distance, which is half of the L1 distance, beside the cross
+    entropy."""
+    lk: Weight = 0.0
+    """Weight of -log(acceptance rate), the LK loss (2602.23881), beside the cross entropy."""
     shortlist: Size = 0
     """Number of tokens whose logits are exact at a step, chosen by cheap scores of the whole draft
     vocabulary (SpecVocab); 0: all."""
@@ -154,8 +166,8 @@ class TapDrafter(ReducedDrafter):
     def judge(
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy [K, M] of normalised outputs [K, M, H] against the target, of the whole LM
-        head.
+        """Loss [K, M] of normalised outputs [K, M, H] against the target, of the whole LM head: the
+        cross entropy, and `tv` and `lk` of the configuration.
 
         States whose best target token cannot be drafted carry no loss and count as wrong. The
         scores of a shortlist are trained with the same loss, which reaches no other weights; a
@@ -164,12 +176,15 @@ class TapDrafter(ReducedDrafter):
         wanted, known = self.teach(batch, states_at)
         logits, share = self.lm_head(outputs), self.config.hard_label_weight  # [K, M, V']
         labels, said = self.columns_of(base.next_tokens(batch, states_at))
-        names = (SOFT_CROSS_ENTROPY, CROSS_ENTROPY) if share > 0 else (SOFT_CROSS_ENTROPY,)
-        found = ROW_LOSSES(logits, wanted, labels, names)
+        hard = (CROSS_ENTROPY,) if share > 0 else ()
+        added = {TOTAL_VARIATION: self.config.tv, ACCEPTANCE_NLL: self.config.lk}
+        added = {name: weight for name, weight in added.items() if weight > 0}
+        found = ROW_LOSSES(logits, wanted, labels, (SOFT_CROSS_ENTROPY, *hard, *added))
         values, best = found[SOFT_CROSS_ENTROPY], found.target_best
-        if share > 0:
-            hard = found[CROSS_ENTROPY].masked_fill(~said, 0.0)
-            values = torch.lerp(values, hard, share)
+        if hard:
+            values = torch.lerp(values, found[CROSS_ENTROPY].masked_fill(~said, 0.0), share)
+        for name, weight in added.items():
+            values = values + weight * found[name]
         right = (found.best == best) & known
         if self.shortlist is not None:
             scores = self.shortlist.scores(outputs.detach())
