@@ -1,12 +1,13 @@
 """Measures the gain of each choice in a recipe: trainings with one change, on both small targets.
 
     python -m scripts.evidence.ablations [--targets embedded] [--studies eagle3] [--seeds 0 1 2]
-        [--arms copied_layer adamw]
+        [--arms copied_layer adamw] [--rate 1e-2]
 
 Every arm of a study (`STUDIES`) is the study's recipe with some settings changed. All arms are
 trained on the same answers for the same number of passes with every seed, and decoded on prompts
-that no training saw (--arms: only these arms, beside the recipe): chains of 7, at temperature 0
-and, by block verification, at 1. Writes docs/reports/ablations.{json,md}: tau of every arm and the
+that no training saw (--arms: only these arms, beside the recipe; --rate: another learning rate for
+all of them, such as a target's best one): chains of 7, at temperature 0 and, by block verification,
+at 1. Writes docs/reports/ablations.{json,md}: tau of every arm and the
 ratio of its (tau - 1) to the recipe's. Trainings of one seed share the order of rows and, where the
 drafters are alike, initial values, so that intervals of the ratio resample the same seeds on both
 sides. Every training and measurement is kept under --work, and the command continues after an
@@ -44,6 +45,8 @@ SHARED = ["train.epochs=2", "train.global_batch=2", "train.micro_batch=2"]
 """Two rows of 512 tokens a step, two passes over the answers."""
 WARM_UP = {"no_warm_up": ["schedule.warmup=0"], "warm_up_20": ["schedule.warmup=0.2"]}
 """The share of all steps over which the rate rises; 0.04 in the recipes."""
+PROMPTS_TOO = {f"prompts_{w}": [f"train.context_weight={w}"] for w in (0.5, 1)}
+"""Training on the tokens of prompts too, with this weight; off in the recipes."""
 AVERAGES = {f"average_{decay}": [f"train.average={decay}"] for decay in (0.9, 0.99)}
 """The running mean of the weights; off in the recipes."""
 FORMATS = {f"features_{form}": [f"features.format={form}"] for form in ("bf16", "int8", "int4")}
@@ -54,6 +57,8 @@ BLOCK_ARMS: dict[str, list[str]] = {
     "one_tap": ["head.taps=[{high}]"],
     "three_taps": ["head.taps=[2,{middle},{high}]"],
     "no_carry_root": ["head.carry_root=false"],
+    "initial_std_0.02": ["head.initial_std=0.02"],
+    "prompts_1": PROMPTS_TOO["prompts_1"],
 }
 """Arms of every block drafter."""
 RECIPE_ARMS: dict[str, list[str]] = {
@@ -117,6 +122,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         ],
         "total_variation": ["head.tv=5"],
         "lk": ["head.lk=1"],
+        **PROMPTS_TOO,
         "last_tap": ["head.taps=[2,{middle},{high},{last}]"],
         **AVERAGES,
         **FORMATS,
@@ -186,7 +192,8 @@ def report(given: argparse.Namespace) -> None:
     }
     for target, bench in benches.items():
         for study in given.studies:
-            for row in rows_of(bench, study, arms_of(study, given.arms), given.seeds):
+            arms = arms_of(study, given.arms)
+            for row in rows_of(bench, study, arms, given.seeds, given.rate):
                 row = {"target": target, "study": study, **row}
                 put_rows(content, [row], ("target", "study", "arm"))
                 save(given, content, settings, markdown)
@@ -206,19 +213,23 @@ def arms_of(study: str, named: Sequence[str]) -> list[str]:
     return [arm for arm in arms if arm == arms[0] or arm in named or not named]
 
 
-def words_of(study: str, arm: str, layers: int) -> list[str]:
-    """The overrides of an arm on a target of `layers` layers."""
+def words_of(study: str, arm: str, layers: int, rate: float = 0.0) -> list[str]:
+    """The overrides of an arm on a target of `layers` layers. rate: in place of the recipe's; 0:
+    that one."""
     recipe = next(iter(STUDIES[study]))
     own = STUDIES[study][arm] if arm != recipe else []
     named = {"last": layers - 1, "middle": layers // 2, "high": layers - 3}
-    return [word.format(**named) for word in (*SHARED, *STUDIES[study][recipe], *own)]
+    shared = [*SHARED, *STUDIES[study][recipe], *([f"optim.lr={rate}"] if rate else [])]
+    return [word.format(**named) for word in (*shared, *own)]
 
 
-def rows_of(bench: Bench, study: str, arms: Sequence[str], seeds: Sequence[int]) -> Iterator[Facts]:
+def rows_of(
+    bench: Bench, study: str, arms: Sequence[str], seeds: Sequence[int], rate: float = 0.0
+) -> Iterator[Facts]:
     """The rows of these arms of a study whose trainings are done; the recipe is the first arm."""
     base: dict[str, list[Totals]] = {}
     for arm in arms:
-        overrides = words_of(study, arm, bench.model.info.num_layers)
+        overrides = words_of(study, arm, bench.model.info.num_layers, rate)
         ways: dict[str, list[Totals]] = {way: [] for way in WAYS}
         for seed in seeds:
             checkpoint = bench.train(f"{study}-{arm}-{seed}", *overrides, f"run.seed={seed}")
@@ -248,6 +259,11 @@ def markdown(content: Facts) -> list[str]:
         ]
         for row in content["rows"]
     ]
+    recipes = [
+        f"* {row['target']}, {row['study']}: `{' '.join(row['overrides'])}`"
+        for row in content["rows"]
+        if row["arm"] == RECIPE
+    ]
     header = ["target", "study", "arm"]
     for way in WAYS:
         header += [f"tau, {way}", "(tau - 1) ratio"]
@@ -262,6 +278,10 @@ def markdown(content: Facts) -> list[str]:
         "",
         *markdown_table([*header, "seeds"], shown),
         "",
+        "The recipes:",
+        "",
+        *recipes,
+        "",
     ]
 
 
@@ -271,6 +291,7 @@ main = command(
     studies=some_of(sorted(STUDIES)),
     arms={"nargs": "+", "default": [], "help": "arms beside the recipe; none named: all"},
     seeds={"nargs": "+", "type": int, "default": SEEDS},
+    rate=(0.0, "learning rate of all arms but those that change it; 0: the recipe's"),
     **options_of_bench("ablations"),
 )
 

@@ -7,11 +7,13 @@ PYTHON is an interpreter that has speculators. Both sides read the same document
 for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
 blocks or depths, and anchors, in the same dtype. Both read the target's features from a store. The
 library keeps its own recipe (the layers of the target that it reads, its loss, optimiser, schedule,
-norms, and what it trains: P-EAGLE its embedding); ours is that of conf/head. Both sweep the same
-learning rates (the library for Muon and for AdamW alike), and each keeps the rate with the best
-mean tau on the validation prompts at temperatures 0 and 1. That rate is trained with two further
-seeds. Our decoder decodes the three drafters of both sides on other prompts: chains of 3, 5 and 7,
-at temperature 0 and at 1, there by every rule that keeps the target's distribution.
+norms, and what it trains: P-EAGLE its embedding, and of the documents the target's answers); ours
+is that of conf/head with the overrides `OURS`: EAGLE-3 and P-EAGLE train on the documents' prompts
+too. Both sweep the same learning rates (the library for Muon and for AdamW alike), and each keeps
+the rate with the best mean tau on the validation prompts at temperatures 0 and 1. That rate is
+trained with two further seeds. Our decoder decodes the three drafters of both sides on other
+prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the
+target's distribution.
 
 The library's own validation loss, on the target's greedy answers to the validation prompts, is
 recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
@@ -38,7 +40,7 @@ from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell, decode_prompts, settings_of
 from scripts.evidence.peers_served import serve_both, served_lines
-from scripts.evidence.sides import FLAGS, LENGTH, VERSION, Row, Setting, fast_dtype, their_sizes
+from scripts.evidence.sides import FLAGS, LENGTH, VERSION, Row, Setting, their_sizes
 from scripts.evidence.small_targets import (
     EXPERIMENT,
     PLACES,
@@ -67,11 +69,19 @@ ANCHORS = 128
 ANSWER_TOKENS = 128
 """New tokens of an answer to a validation prompt, as those of experiment=families."""
 ROWS = TOKENS // LENGTH
+SMALL_START = "head.initial_std=0.02"
+PROMPTS_TOO = "train.context_weight=1"
 OURS: dict[str, list[str]] = {
-    "eagle3": ["head=eagle3"],
-    "dflash": ["head=dflash", f"head.num_anchors={ANCHORS // ROWS}"],
-    "dspark": ["head=dspark", "head.block_size=8", f"head.num_anchors={ANCHORS // ROWS}"],
-    "peagle": ["head=peagle", "head.num_layers=4", "head.depths=8"],
+    "eagle3": [*("head=eagle3", "head.ttt_steps=3", "head.decay=1.0"), *(SMALL_START, PROMPTS_TOO)],
+    "dflash": [
+        *("head=dflash", f"head.num_anchors={ANCHORS // ROWS}", "head.ce=0", "head.kl=1"),
+        SMALL_START,
+    ],
+    "dspark": [
+        *("head=dspark", "head.block_size=8", f"head.num_anchors={ANCHORS // ROWS}"),
+        SMALL_START,
+    ],
+    "peagle": [*("head=peagle", "head.num_layers=4", "head.depths=8"), *(SMALL_START, PROMPTS_TOO)],
 }
 """Kind -> its overrides, except for the rate and the seed."""
 
@@ -115,8 +125,9 @@ class Contest(Bench):
                 "validation": [prompt.to_line() for prompt in self.validation],
             }
             return self.once(name, key, lambda out: self.train_theirs(kind, name, words, seed, out))
-        words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}", f"train.epochs={EPOCHS}"]
-        words += [f"train.global_batch={ROWS}", f"train.micro_batch={ROWS}"]
+        words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}"]
+        words += [f"train.epochs={EPOCHS}", f"train.global_batch={ROWS}"]
+        words += [f"train.micro_batch={ROWS}"]
         return self.train(name, *words)
 
     def taps(self, kind: str, side: str) -> list[int]:
@@ -191,7 +202,6 @@ def report(given: argparse.Namespace) -> None:
         "passes": EPOCHS,
         "rates": RATES,
         "seeds": SEEDS,
-        "dtype": fast_dtype(),
     }
     content = begin(given, settings)
     contests = {
@@ -233,11 +243,13 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
             "seeds": [contest.facts(checkpoint) for checkpoint in checkpoints],
             "validation_tau_by_rate": {f"{rate:g}": tau for rate, tau in score.items()},
             "taps": contest.taps(kind, side),
+            "dtype": contest.setting.dtype,
         }
         ways = found[side] = {}
         for checkpoint in checkpoints:
             for way, totals in contest.measured(checkpoint):
                 ways.setdefault(way, []).append(totals)
+    trainings["ours"]["recipe"] = OURS[kind]
     trainings["speculators"]["validation_loss_by_rate"] = contest.losses(kind)
     rows = []
     for way, ours in found["ours"].items():
@@ -282,6 +294,7 @@ def markdown(content: Facts) -> list[str]:
             f"{found['steps']:,}",
             f"{found['tokens']:,}",
             f"{found['trained_weights'] / 1e6:.2f} M",
+            found["dtype"],
             ", ".join(map(str, found["taps"])),
             loss_cell(found),
             recipe_cell(found),
@@ -290,20 +303,25 @@ def markdown(content: Facts) -> list[str]:
         for kind, sides in kinds.items()
         for side, found in sides.items()
     ]
-    header = "target, kind, side, best rate, steps, training tokens, trained weights, layers read"
+    header = (
+        "target, kind, side, best rate, steps, training tokens, trained weights, dtype, layers read"
+    )
     return [
         "# Headstart and speculators on the same answers",
         "",
-        f"speculators {VERSION} by its own recipe, Headstart by that of conf/head; the same "
-        f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, {content['settings']['dtype']}, "
+        f"speculators {VERSION} by its own recipe, Headstart by conf/head with the overrides in "
+        "the last column of the second table. With `train.context_weight=1`, ours also has the "
+        "tokens of prompts in its loss, while the library has the answers' alone: a part of the "
+        "recipe that the library's trainings would gain by too (docs/log.md). The same "
+        f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, both sides in the same dtype, "
         f"equal numbers of layers, blocks and anchors ({ANCHORS} a step; P-EAGLE: 4 layers, "
         "8 depths, all positions). Both tried the rates "
         f"{', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one with the best mean tau "
         "on the validation prompts at temperatures 0 and 1; three seeds. A rate marked as edge is "
         "the first or last one tried, and one beyond it may be better. All drafters are decoded by "
         "Headstart, on prompts that neither side saw. "
-        f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`; all "
-        "figures: peers.json.",
+        f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`, earlier "
+        "rows by the same command with their targets and kinds; all figures: peers.json.",
         "",
         *table(content["rows"]),
         "",
@@ -312,7 +330,7 @@ def markdown(content: Facts) -> list[str]:
         "library's own, on the target's answers to the validation prompts.",
         "",
         *markdown_table(
-            [*header.split(", "), "its validation loss", "its optimiser and loss"], trainings
+            [*header.split(", "), "the library's validation loss", "recipe"], trainings
         ),
         "",
         *served_lines(content.get("served", [])),
@@ -332,9 +350,10 @@ def loss_cell(found: Facts) -> str:
 
 
 def recipe_cell(found: Facts) -> str:
-    """Optimiser, schedule and loss as the library resolved them; a dash for our side, whose recipe
-    is in conf/."""
+    """Our overrides; optimiser, schedule and loss as the library resolved them."""
     told = found.get("settings", {})
+    if "recipe" in found:
+        return f"`{' '.join(found['recipe'])}`"
     names = ("optimizer", "scheduler_type", "loss_fn")
     return ", ".join(str(told[name]) for name in names if name in told) or "-"
 

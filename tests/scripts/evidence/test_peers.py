@@ -77,13 +77,16 @@ def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
     _, trainings = peers.compare(contest, "eagle3")
     assert trainings["ours"]["at_edge"] and not trainings["speculators"]["at_edge"]
     content = {"rows": [], "trainings": {"embedded": {"eagle3": trainings}}}
-    content |= {"settings": {"dtype": "float32"}, "command": "c"}
+    content |= {"command": "c"}
     page = "\n".join(peers.markdown(content))
     assert (
-        "| embedded | eagle3 | ours | 0.03 (edge) | 5 | 1,000 | 2.00 M | 2, 10, 17 | - | - |"
+        f"| embedded | eagle3 | ours | 0.03 (edge) | 5 | 1,000 | 2.00 M | {contest.setting.dtype} | "
+        f"2, 10, 17 | - | `{' '.join(peers.OURS['eagle3'])}` |" in page
+    )
+    assert (
+        f"| 0.003 | 5 | 1,000 | 2.00 M | {contest.setting.dtype} | 1 | 1.250 | muon, linear, kl_div |"
         in page
     )
-    assert "| 0.003 | 5 | 1,000 | 2.00 M | 1 | 1.250 | muon, linear, kl_div |" in page
 
 
 def test_the_report_keeps_other_kinds_and_says_its_command(
@@ -101,7 +104,7 @@ def test_the_report_keeps_other_kinds_and_says_its_command(
             "tokens": 9,
             "trained_weights": 7,
         }
-        facts["taps"] = [1]
+        facts |= {"taps": [1], "dtype": "float32", "recipe": ["head=dflash"]}
         return [{**row, "ratio": 1.0, "ratio_ci95": [0.9, 1.1]}] * 2, {"ours": facts}
 
     monkeypatch.setattr(peers, "compare", compare)
