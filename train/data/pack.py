@@ -163,8 +163,9 @@ class PackedData:
         self.context_weight = context_weight
         if context_weight > 0:
             at = self._indexes
-            at["supervised"] = np.diff(at["starts"]) - np.diff(at["documents"])
-            counts.supervised = int(at["supervised"].sum())
+            supervised = np.diff(at["starts"]) - np.diff(at["documents"])
+            self._indexes = {**at, "supervised": supervised}
+            counts.supervised = int(supervised.sum())
         self.sequence_length = sequence_length
         self.extras = [name for name in packed_file.EXTRAS if name in self._flat]
         self.weighed = bool(self.extras) or 0 < context_weight < 1
