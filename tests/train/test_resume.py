@@ -104,6 +104,20 @@ def cut_short(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Tracker, "write", write)
 
 
+def test_prompts_are_trained_on_and_another_weight_of_theirs_is_told(
+    micro: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = {}
+    for weight in (0.0, 0.5, 1.0):
+        out = tmp_path / f"{weight:g}"
+        train(out=out, **settings(micro, max_steps=2, eval_every=0, context_weight=weight))
+        found[weight] = (out / "best" / "model.safetensors").read_bytes()
+    assert len({*found.values()}) == 3
+    (tmp_path / "0.5" / "manifest.json").unlink()
+    train(out=tmp_path / "0.5", **settings(micro, max_steps=3, eval_every=0, context_weight=0.25))
+    assert "'context_weight': 0.5" in caplog.text and "'context_weight': 0.25" in caplog.text
+
+
 def test_a_continuation_that_measures_no_tau_claims_none(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
