@@ -72,7 +72,11 @@ ROWS = TOKENS // LENGTH
 SMALL_START = "head.initial_std=0.02"
 PROMPTS_TOO = "train.context_weight=1"
 OURS: dict[str, list[str]] = {
-    "eagle3": [*("head=eagle3", "head.ttt_steps=3", "head.decay=1.0"), *(SMALL_START, PROMPTS_TOO)],
+    "eagle3": [
+        *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
+        *("head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true"),
+        *("schedule.kind=linear", "schedule.min_ratio=0", "optim.weight_decay=0.1"),
+    ],
     "dflash": [
         *("head=dflash", f"head.num_anchors={ANCHORS // ROWS}", "head.ce=0", "head.kl=1"),
         SMALL_START,
