@@ -7,11 +7,11 @@ Every arm of a study (`STUDIES`) is the study's recipe with some settings change
 trained on the same answers for the same number of passes with every seed, and decoded on prompts
 that no training saw (--arms: only these arms, beside the recipe; --rate: another learning rate for
 all of them, such as a target's best one): chains of 7, at temperature 0 and, by block verification,
-at 1. Writes docs/reports/ablations.{json,md}: tau of every arm and the
-ratio of its (tau - 1) to the recipe's. Trainings of one seed share the order of rows and, where the
-drafters are alike, initial values, so that intervals of the ratio resample the same seeds on both
-sides. Every training and measurement is kept under --work, and the command continues after an
-interruption.
+at 1. Writes docs/reports/ablations.{json,md}: tau of every arm and the ratio of its (tau - 1) to
+the recipe's. Rows of the same target and study that were measured beside another recipe are
+dropped. Trainings of one seed share the order of rows and, where the drafters are alike, initial
+values, so that intervals of the ratio resample the same seeds on both sides. Every training and
+measurement is kept under --work, and the command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -113,12 +113,8 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "joint_norm_and_residual": JOINT_NORM,
         "peer_settings": [
             *JOINT_NORM,
-            *(
-                "optim.weight_decay=0.1",
-                "schedule.kind=linear",
-                "schedule.min_ratio=0",
-                "schedule.warmup=0.01",
-            ),
+            *("optim.weight_decay=0.1", "schedule.kind=linear"),
+            *("schedule.min_ratio=0", "schedule.warmup=0.01"),
         ],
         "total_variation": ["head.tv=5"],
         "lk": ["head.lk=1"],
@@ -195,9 +191,25 @@ def report(given: argparse.Namespace) -> None:
             arms = arms_of(study, given.arms)
             for row in rows_of(bench, study, arms, given.seeds, given.rate):
                 row = {"target": target, "study": study, **row}
+                drop_other_recipe(content, row)
                 put_rows(content, [row], ("target", "study", "arm"))
                 save(given, content, settings, markdown)
     print("\n".join(markdown(content)))
+
+
+def drop_other_recipe(content: Facts, row: Facts) -> None:
+    """Drop the rows of a recipe's target and study if they were measured beside another recipe,
+    because their ratios are to that one. row: of any arm; only the recipe's changes something."""
+    if row["arm"] != RECIPE:
+        return
+    same = [one for one in content.get("rows", []) if is_beside(one, row)]
+    if any(one["arm"] == RECIPE and one["overrides"] != row["overrides"] for one in same):
+        content["rows"] = [one for one in content["rows"] if not is_beside(one, row)]
+
+
+def is_beside(one: Facts, other: Facts) -> bool:
+    """Whether two rows are of the same target and study."""
+    return all(one[key] == other[key] for key in ("target", "study"))
 
 
 def arms_of(study: str, named: Sequence[str]) -> list[str]:

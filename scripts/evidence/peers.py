@@ -70,7 +70,9 @@ ANSWER_TOKENS = 128
 """New tokens of an answer to a validation prompt, as those of experiment=families."""
 ROWS = TOKENS // LENGTH
 SMALL_START = "head.initial_std=0.02"
+"""Random weights of at most this standard deviation, with which the library starts too."""
 PROMPTS_TOO = "train.context_weight=1"
+"""The tokens of prompts are in the loss too; the library's has those of answers alone."""
 OURS: dict[str, list[str]] = {
     "eagle3": [
         *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
@@ -85,7 +87,7 @@ OURS: dict[str, list[str]] = {
         *("head=dspark", "head.block_size=8", f"head.num_anchors={ANCHORS // ROWS}"),
         SMALL_START,
     ],
-    "peagle": [*("head=peagle", "head.num_layers=4", "head.depths=8"), *(SMALL_START, PROMPTS_TOO)],
+    "peagle": ["head=peagle", "head.num_layers=4", "head.depths=8", SMALL_START, PROMPTS_TOO],
 }
 """Kind -> its overrides, except for the rate and the seed."""
 
@@ -129,9 +131,8 @@ class Contest(Bench):
                 "validation": [prompt.to_line() for prompt in self.validation],
             }
             return self.once(name, key, lambda out: self.train_theirs(kind, name, words, seed, out))
-        words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}"]
-        words += [f"train.epochs={EPOCHS}", f"train.global_batch={ROWS}"]
-        words += [f"train.micro_batch={ROWS}"]
+        words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}", f"train.epochs={EPOCHS}"]
+        words += [f"train.global_batch={ROWS}", f"train.micro_batch={ROWS}"]
         return self.train(name, *words)
 
     def taps(self, kind: str, side: str) -> list[int]:
@@ -325,7 +326,8 @@ def markdown(content: Facts) -> list[str]:
         "the first or last one tried, and one beyond it may be better. All drafters are decoded by "
         "Headstart, on prompts that neither side saw. "
         f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`, earlier "
-        "rows by the same command with their targets and kinds; all figures: peers.json.",
+        "rows by the same command with their targets and kinds, and with our overrides of that "
+        "time, which the second table shows; all figures: peers.json.",
         "",
         *table(content["rows"]),
         "",

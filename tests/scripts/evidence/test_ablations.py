@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from scripts.assets import held_out_target
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.evidence import ablations, small_targets
-from scripts.evidence.ablations import RECIPE, STUDIES, arms_of, words_of
+from scripts.evidence.ablations import RECIPE, STUDIES, arms_of, drop_other_recipe, words_of
 from scripts.evidence.small_targets import EXPERIMENT, PLACES, decisive
 from scripts.tools.common import cpu_target
 from tests.scripts.evidence.places import micro_place
@@ -60,6 +61,26 @@ def test_named_arms_stand_beside_the_recipe() -> None:
     assert arms_of("eagle3", [RECIPE]) == [RECIPE]
     with pytest.raises(UserError, match=r"--arms block_16: the study eagle3 has no such arm"):
         arms_of("eagle3", ["adamw", "block_16"])
+
+
+def test_a_rate_takes_the_place_of_the_recipes_and_not_of_an_arms() -> None:
+    recipe = words_of("eagle3", RECIPE, 20, 0.01)
+    assert recipe[-1] == "optim.lr=0.01"
+    assert words_of("eagle3", "rate_5e-3", 20, 0.01) == [*recipe, "optim.lr=5e-3"]
+    assert words_of("eagle3", RECIPE, 20) == recipe[:-1]
+
+
+def test_rows_beside_another_recipe_are_dropped() -> None:
+    def row(target: str, arm: str, *overrides: str) -> dict[str, Any]:
+        return {"target": target, "study": "eagle3", "arm": arm, "overrides": [*overrides]}
+
+    rows = [row(at, arm, "a", arm) for at in ("one", "two") for arm in (RECIPE, "slow")]
+    content = {"rows": rows}
+    drop_other_recipe(content, row("one", "slow", "b", "slow"))
+    drop_other_recipe(content, row("one", RECIPE, "a", RECIPE))
+    assert content["rows"] == rows
+    drop_other_recipe(content, row("one", RECIPE, "b", RECIPE))
+    assert content["rows"] == rows[2:]
 
 
 @pytest.mark.slow
