@@ -13,9 +13,10 @@ and in 18 us packed. Without AVX-512, MKL is faster on AMD CPUs too for one row 
 weights (one core of an EPYC, [2048, 2048]: 1 row 1.1 ms against 1.6 ms packed, 4 rows 2.6 ms
 against 1.7 ms; [256, 256], 4 rows: 59 us against 79 us).
 
-On other devices, in other dtypes, for more rows than decoding has, under autocast or when gradients
-are recorded, the plain path runs. A weight that was changed in place is packed again at the next
-product (`TargetModel.follow`). Modules that train are packed only while they decode.
+On other devices, in other dtypes, for more rows than decoding has, under autocast, when gradients
+are recorded or while torch.compile traces, the plain path runs. A weight that was changed in place
+is packed again at the next product (`TargetModel.follow`). Modules that train are packed only while
+they decode.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ def _packed_forward(linear: nn.Linear) -> Any:
 
     def forward(x: Tensor) -> Tensor:
         nonlocal packed, version
+        if torch.compiler.is_compiling():  # a graph has no packed weights and knows no versions
+            return F.linear(x, weight, bias)
         fits = fewest <= x.numel() // in_features <= MAX_ROWS and x.dtype == dtype
         if not fits or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, weight, bias)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
+from inference.kernels.packed_linear import unpacked_linears
 from inference.target.attention import NUMBER
 from inference.target.kv_cache import KVCache
 from inference.target.merged import merge, separate
@@ -76,7 +77,8 @@ def _compile(target: TargetModel, rows: int, nodes: int, backend: str) -> str:
     assert target.compiled_attention is not None
     for number, module in target.compiled_attention.items():
         setattr(module, NUMBER, torch.tensor(number))
-    plain = _verified(target, rows, nodes, compiled=False)
+    with unpacked_linears(target.decoder):  # as they are traced
+        plain = _verified(target, rows, nodes, compiled=False)
     _give(target, "eager")
     reason = _difference(target, plain, rows, 0.0, "without a cache")
     _take_back(target)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -35,12 +36,20 @@ class Outside:
     """A tensor that a recorded step did not make, which the record does not keep alive."""
 
     def __init__(self, tensor: Tensor) -> None:
+        # weights packed by oneDNN have no storage of their own to refer to
+        self.packed = ref(tensor) if tensor.layout == torch._mkldnn else None
+        if self.packed:
+            return
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.dtype = tensor.dtype
         self.geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def tensor(self) -> Tensor:
         """The tensor as it is now."""
+        if self.packed:
+            packed = self.packed()
+            assert packed is not None, "a packed weight that the step reads is gone"
+            return packed
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         assert storage is not None, f"a tensor {list(self.geometry[1])} that the step reads is gone"
         return torch.empty(0, dtype=self.dtype).set_(storage, *self.geometry)

@@ -16,6 +16,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.execution import graphs
 from inference.decoding.execution.layers import compile_layers, has_merged
+from inference.kernels import packed_linear
 from inference.target import merged
 from inference.target.kv_cache import SlotLayer
 from inference.target.model import TargetModel
@@ -44,6 +45,14 @@ def answers(target: TargetModel, batch_size: int, compiled: bool = True) -> dict
     engine._kept.lanes = engine.new_lanes(batch_size, 64, details=False)
     engine._kept.lanes.cache.writer.compiled = compiled
     return {c.request.index: c.tokens for c in engine.run(requests(3, new=10))}
+
+
+def test_layers_with_packed_weights_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights packed for the CPU are traced as plain ones, whose sums are rounded otherwise."""
+    monkeypatch.setattr(packed_linear, "limits", lambda: packed_linear.EVERYTHING)
+    target = random_target(dtype=torch.float32)
+    assert compile_layers(target, rows=2, backend="eager")
+    assert answers(target, 2) == answers(target, 2, compiled=False)
 
 
 @pytest.mark.parametrize(
