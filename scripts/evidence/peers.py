@@ -8,16 +8,19 @@ for the same number of passes, 1,024 tokens a step, with drafters of the same nu
 blocks or depths, and anchors, in the same dtype. Both read the target's features from a store. The
 library keeps its own recipe (the layers of the target that it reads, its loss, optimiser, schedule,
 norms, and what it trains: P-EAGLE its embedding, and of the documents the target's answers); ours
-is that of conf/head with the overrides `OURS`: EAGLE-3 and P-EAGLE train on the documents' prompts
-too. Both sweep the same learning rates (the library for Muon and for AdamW alike), and each keeps
-the rate with the best mean tau on the validation prompts at temperatures 0 and 1. That rate is
-trained with two further seeds. Our decoder decodes the three drafters of both sides on other
-prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that keeps the
-target's distribution.
+is that of conf/head with the overrides `OURS`. Both sweep the same learning rates (the library for
+Muon and for AdamW alike), and each keeps the rate with the best mean tau on the validation prompts
+at temperatures 0 and 1. That rate is trained with two further seeds. Our decoder decodes the three
+drafters of both sides on other prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by
+every rule that keeps the target's distribution.
 
 The library's own validation loss, on the target's greedy answers to the validation prompts, is
 recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
 better.
+
+Ours trains EAGLE-3 and P-EAGLE on the tokens of the documents' prompts too. The library's drafters
+of these kinds are therefore trained once more with the same tokens in its loss (`PROMPTED`), at its
+best rate, with three seeds: a control that tells what a recipe is worth apart from its data.
 
 With --engine-python, an interpreter that has vLLM, the first seed's drafters of both sides are also
 served (peers_served.py).
@@ -30,7 +33,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -73,6 +77,8 @@ SMALL_START = "head.initial_std=0.02"
 """Random weights of at most this standard deviation, with which the library starts too."""
 PROMPTS_TOO = "train.context_weight=1"
 """The tokens of prompts are in the loss too; the library's has those of answers alone."""
+LIBRARY, PROMPTED = "speculators", "speculators_prompts"
+"""The library's side, and its control, whose loss counts the tokens of prompts too."""
 OURS: dict[str, list[str]] = {
     "eagle3": [
         *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
@@ -92,30 +98,38 @@ OURS: dict[str, list[str]] = {
 """Kind -> its overrides, except for the rate and the seed."""
 
 
+Way = tuple[float, str, int]
+"""Temperature, rule and depth."""
+Ways = dict[Way, list[Totals]]
+"""Results of a side's drafters, one per seed."""
+
+
 class Contest(Bench):
     """The trainings of both sides on one target."""
 
     def __init__(self, python: str, place: Place, work: Path, threads: int, prompts: int) -> None:
         super().__init__(place, work, threads, prompts, [*OURS])
         self.setting = Setting(
-            python, place.answers, place.target, work / "speculators", threads, own_taps=True
+            python, place.answers, place.target, work / LIBRARY, threads, own_taps=True
         )
+        self.prompted = replace(self.setting, work=work / PROMPTED, prompts_too=True)
 
     def best(self, kind: str, side: str) -> tuple[dict[float, float], list[Path]]:
         """The score by rate, and the checkpoints of all seeds at the best."""
         score = {rate: self.score(self.trained(kind, side, rate, SEEDS[0])) for rate in RATES}
-        rate = max(score, key=score.__getitem__)
+        rate = best_rate(score)
         return score, [self.trained(kind, side, rate, seed) for seed in SEEDS]
 
     def losses(self, kind: str) -> dict[str, float | None]:
         """The library's own validation loss of each of its rates."""
-        each = {rate: self.trained(kind, "speculators", rate, SEEDS[0]) for rate in RATES}
+        each = {rate: self.trained(kind, LIBRARY, rate, SEEDS[0]) for rate in RATES}
         return {f"{rate:g}": loss_of(self.facts(path)) for rate, path in each.items()}
 
     def trained(self, kind: str, side: str, rate: float, seed: int) -> Path:
         """The checkpoint of a training, which runs now if it does not exist."""
         name = f"{kind}-{side}-{rate:g}-{seed}"
-        if side == "speculators":
+        if side in (LIBRARY, PROMPTED):
+            setting = self.setting if side == LIBRARY else self.prompted
             words = [*self.their_flags(kind), "--lr", f"{rate}", "--muon-lr", f"{rate}"]
             key = {
                 "version": VERSION,
@@ -124,33 +138,38 @@ class Contest(Bench):
                 "tokens": TOKENS,
                 "epochs": EPOCHS,
                 "seed": seed,
-                "taps": self.setting.taps(kind),
-                "length": self.setting.length,
-                "dtype": self.setting.dtype,
+                "taps": setting.taps(kind),
+                "length": setting.length,
+                "dtype": setting.dtype,
                 "answers": answers_facts(self.place.answers),
                 "validation": [prompt.to_line() for prompt in self.validation],
+                **({"prompts_too": True} if setting.prompts_too else {}),
             }
-            return self.once(name, key, lambda out: self.train_theirs(kind, name, words, seed, out))
+
+            def train(out: Path) -> Facts:
+                return self.train_theirs(setting, kind, name, words, seed, out)
+
+            return self.once(name, key, train)
         words = [*OURS[kind], f"optim.lr={rate}", f"run.seed={seed}", f"train.epochs={EPOCHS}"]
         words += [f"train.global_batch={ROWS}", f"train.micro_batch={ROWS}"]
         return self.train(name, *words)
 
     def taps(self, kind: str, side: str) -> list[int]:
         """The layers of the target that a side's drafter reads."""
-        if side == "speculators":
+        if side == LIBRARY:
             return self.setting.taps(kind)
         head = settings_of("train", EXPERIMENT, *OURS[kind]).head
         return [*self.drafter(head).needs.taps]
 
     def train_theirs(
-        self, kind: str, name: str, words: Sequence[str], seed: int, out: Path
+        self, setting: Setting, kind: str, name: str, words: Sequence[str], seed: int, out: Path
     ) -> Facts:
         """Train the library's kind with the flags `words`, and convert the saved checkpoint."""
-        self.setting.write_rows(self.held_out)
-        side = self.setting.theirs(kind, name, TOKENS, words, EPOCHS, seed)
+        setting.write_rows(self.held_out)
+        side = setting.theirs(kind, name, TOKENS, words, EPOCHS, seed)
         steps = EPOCHS * int(side.about["steps_per_epoch"])
-        found = side.train(steps, self.saved(name))
-        copy_plain(self.setting.converted(name), out)
+        found = side.train(steps, setting.saved(name))
+        copy_plain(setting.converted(name), out)
         told = {key: side.about[key] for key in ("trained_weights", "settings")}
         return {"steps": steps, **found, **told}
 
@@ -174,8 +193,16 @@ class Contest(Bench):
         head = settings_of("train", EXPERIMENT, *OURS[kind]).head
         return their_sizes(head, self.model.info, TOKENS if kind == "peagle" else ANCHORS)
 
-    def measured(self, checkpoint: Path) -> Iterator[tuple[tuple[float, str, int], Totals]]:
-        """Temperature, rule and depth -> a drafter's results on the measured prompts."""
+    def ways(self, checkpoints: Sequence[Path]) -> Ways:
+        """The results of some drafters on the measured prompts."""
+        found: Ways = {}
+        for checkpoint in checkpoints:
+            for way, totals in self.measured(checkpoint):
+                found.setdefault(way, []).append(totals)
+        return found
+
+    def measured(self, checkpoint: Path) -> Iterator[tuple[Way, Totals]]:
+        """A drafter's results on the measured prompts."""
         for temperature, rule in RULES:
             for depth in DEPTHS:
                 decode = chain(depth, temperature, rule)
@@ -185,15 +212,10 @@ class Contest(Bench):
 
     def served(self, kind: str, python: str) -> list[Facts]:
         """What vLLM accepts of the first seed's drafter of each side."""
-        score, (ours, *_) = self.best(kind, "ours")
-        score, _ = self.best(kind, "speculators")
-        rate = max(score, key=score.__getitem__)
-        saved = self.saved(f"{kind}-speculators-{rate:g}-{SEEDS[0]}")
+        _, (ours, *_) = self.best(kind, "ours")
+        score, _ = self.best(kind, LIBRARY)
+        saved = self.setting.saved(f"{kind}-{LIBRARY}-{best_rate(score):g}-{SEEDS[0]}")
         return serve_both(python, self.place, self.model, kind, ours, saved)
-
-    def saved(self, name: str) -> Path:
-        """The folder that the library saved after a training."""
-        return self.setting.work / f"theirs-{name}" / "saved"
 
 
 # The report
@@ -222,10 +244,13 @@ def report(given: argparse.Namespace) -> None:
     for target, contest in contests.items():
         for kind in given.kinds:
             rows, facts = compare(contest, kind)
-            rows = [{"target": target, "kind": kind, **row} for row in rows]
-            put_rows(content, rows, ("target", "kind"))
+            put_rows(content, named(rows, target, kind), ("target", "kind"))
             content.setdefault("trainings", {}).setdefault(target, {})[kind] = facts
             save(given, content, settings, markdown)
+            if PROMPTS_TOO in OURS[kind]:
+                rows = controls(contest, kind)
+                put_rows(content, named(rows, target, kind), ("target", "kind"), "controls")
+                save(given, content, settings, markdown)
             if given.engine_python:
                 served = contest.served(kind, given.engine_python)
                 served = [{"target": target, **row} for row in served]
@@ -234,13 +259,23 @@ def report(given: argparse.Namespace) -> None:
     print("\n".join(table(content["rows"])))
 
 
+def named(rows: Sequence[Facts], target: str, kind: str) -> list[Facts]:
+    """Rows with their target and kind."""
+    return [{"target": target, "kind": kind, **row} for row in rows]
+
+
+def best_rate(score: Mapping[float, float]) -> float:
+    """The rate with the highest score."""
+    return max(score, key=score.__getitem__)
+
+
 def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
     """The rows of a kind on a target, and facts about its trainings."""
-    found: dict[str, dict[tuple[float, str, int], list[Totals]]] = {}
+    found: dict[str, Ways] = {}
     trainings: Facts = {}
-    for side in ("ours", "speculators"):
+    for side in ("ours", LIBRARY):
         score, checkpoints = contest.best(kind, side)
-        rate = max(score, key=score.__getitem__)
+        rate = best_rate(score)
         trainings[side] = {
             **contest.facts(checkpoints[0]),
             "rate": rate,
@@ -250,18 +285,34 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
             "taps": contest.taps(kind, side),
             "dtype": contest.setting.dtype,
         }
-        ways = found[side] = {}
-        for checkpoint in checkpoints:
-            for way, totals in contest.measured(checkpoint):
-                ways.setdefault(way, []).append(totals)
+        found[side] = contest.ways(checkpoints)
     trainings["ours"]["recipe"] = OURS[kind]
-    trainings["speculators"]["validation_loss_by_rate"] = contest.losses(kind)
-    rows = []
-    for way, ours in found["ours"].items():
-        temperature, rule, depth = way
-        row: Facts = {"temperature": temperature, "rule": rule, "depth": depth}
-        rows.append(row | compared(ours, found["speculators"][way]))
+    trainings[LIBRARY]["validation_loss_by_rate"] = contest.losses(kind)
+    rows = [
+        described(way) | compared(ours, found[LIBRARY][way]) for way, ours in found["ours"].items()
+    ]
     return rows, trainings
+
+
+def controls(contest: Contest, kind: str) -> list[Facts]:
+    """The rows of the library's drafters that are trained on prompts too: ours against them, and
+    they against the library's own."""
+    _, ours = contest.best(kind, "ours")
+    score, library = contest.best(kind, LIBRARY)
+    rate = best_rate(score)
+    prompted = [contest.trained(kind, PROMPTED, rate, seed) for seed in SEEDS]
+    mine, theirs, own = map(contest.ways, (ours, prompted, library))
+    return [
+        described(way)
+        | {"against_ours": compared(mine[way], totals), "against_own": compared(totals, own[way])}
+        for way, totals in theirs.items()
+    ]
+
+
+def described(way: Way) -> Facts:
+    """The keys of a row that say how it was decoded."""
+    temperature, rule, depth = way
+    return {"temperature": temperature, "rule": rule, "depth": depth}
 
 
 def table(rows: Sequence[Facts]) -> list[str]:
@@ -316,8 +367,8 @@ def markdown(content: Facts) -> list[str]:
         "",
         f"speculators {VERSION} by its own recipe, Headstart by conf/head with the overrides in "
         "the last column of the second table. With `train.context_weight=1`, ours also has the "
-        "tokens of prompts in its loss, while the library has the answers' alone: a part of the "
-        "recipe that the library's trainings would gain by too (docs/log.md). The same "
+        "tokens of prompts in its loss, while the library has the answers' alone: the section on "
+        "controls shows what the library gains by them. The same "
         f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, both sides in the same dtype, "
         f"equal numbers of layers, blocks and anchors ({ANCHORS} a step; P-EAGLE: 4 layers, "
         "8 depths, all positions). Both tried the rates "
@@ -339,7 +390,36 @@ def markdown(content: Facts) -> list[str]:
             [*header.split(", "), "the library's validation loss", "recipe"], trainings
         ),
         "",
+        *control_lines(content.get("controls", [])),
         *served_lines(content.get("served", [])),
+    ]
+
+
+def control_lines(rows: Sequence[Facts]) -> list[str]:
+    """The lines of the section on controls; empty without any."""
+    if not rows:
+        return []
+    header = "target, kind, T, rule, K, tau, ours / control, control / library".split(", ")
+    return [
+        "## Controls",
+        "",
+        "The library's drafters with the tokens of prompts in their loss too, at the rate that is "
+        "best without them, three seeds. Ratios of (tau - 1): ours to these drafters, and these "
+        "to the library's own.",
+        "",
+        *markdown_table(
+            header,
+            [
+                [
+                    *(row[key] for key in ("target", "kind", "temperature", "rule", "depth")),
+                    cell(mine["theirs"]["tau"], mine["theirs"]["tau_ci95"]),
+                    *(cell(each["ratio"], each["ratio_ci95"]) for each in (mine, own)),
+                ]
+                for row in rows
+                for mine, own in [(row["against_ours"], row["against_own"])]
+            ],
+        ),
+        "",
     ]
 
 

@@ -131,7 +131,8 @@ class Side:
 class Setting:
     """The settings that both sides of a comparison share. length: most tokens of a document; dtype:
     of the library's computation and of its features; own_taps: whether the library reads the layers
-    that it reads by default, in place of ours."""
+    that it reads by default, in place of ours; prompts_too: whether its loss counts the tokens of
+    prompts, which it leaves out by itself."""
 
     python: str
     answers: Path
@@ -141,6 +142,7 @@ class Setting:
     length: int = LENGTH
     dtype: str = field(default_factory=fast_dtype)
     own_taps: bool = False
+    prompts_too: bool = False
 
     def theirs(
         self, kind: str, name: str, places: int, flags: Sequence[str], epochs: int, seed: int = 0
@@ -204,11 +206,16 @@ class Setting:
         name = f"data-{self.dtype}-{layers}-{hashlib.sha256(rows).hexdigest()[:12]}"
         return self.work / name
 
+    def saved(self, name: str) -> Path:
+        """The folder that the library's side `name` saves after a training."""
+        return self.work / f"theirs-{name}" / "saved"
+
     def converted(self, name: str) -> Path:
         """The checkpoint that the library's side `name` saved, converted to one of ours."""
-        folder = self.work / f"theirs-{name}"
-        import_folder(Folder.read(folder / "saved"), self.model, folder / "converted")
-        return folder / "converted"
+        saved = self.saved(name)
+        out = saved.with_name("converted")
+        import_folder(Folder.read(saved), self.model, out)
+        return out
 
     def write_rows(self, held_out: Sequence[Row] = ()) -> int:
         """Write the documents for the library's side, cut as in our training, and after them those
@@ -221,6 +228,8 @@ class Setting:
             for segment in range(1, int(row.segments.max()) + 1):
                 inside = row.segments == segment
                 mask = row.loss_mask[inside].astype(int).tolist()
+                if self.prompts_too:
+                    mask = [0] + [1] * (len(mask) - 1)  # nothing predicts the first token
                 rows.append((row.tokens[inside].tolist(), mask))
         lines = [
             json.dumps({"tokens": tokens, "mask": mask}) + "\n"

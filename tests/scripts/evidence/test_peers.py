@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference.manifest import write_json
+from inference.measure.metrics import Totals
 from scripts.evidence import peers, sides
 from scripts.evidence.common import settings_of
 from scripts.evidence.peers import Contest
@@ -30,7 +32,9 @@ def test_their_training_is_done_again_with_other_flags(
 ) -> None:
     contest, done = Contest("python", place, tmp_path, 1, 1), []
 
-    def train(kind: str, name: str, words: list[str], seed: int, out: Path) -> dict[str, int]:
+    def train(
+        setting: sides.Setting, kind: str, name: str, words: list[str], seed: int, out: Path
+    ) -> dict[str, int]:
         done.append((kind, words, seed))
         write_json(out / "weights.json", words)
         return {"steps": 1}
@@ -70,7 +74,7 @@ def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
         return {rate: float(rate == scores[side]) for rate in peers.RATES}, [Path(side)]
 
     monkeypatch.setattr(contest, "best", best)
-    monkeypatch.setattr(contest, "measured", lambda _: [])
+    monkeypatch.setattr(contest, "ways", lambda _: {})
     monkeypatch.setattr(contest, "losses", lambda _: {"0.003": 1.25})
     monkeypatch.setattr(contest, "taps", lambda _, side: [2, 10, 17] if side == "ours" else [1])
     monkeypatch.setattr(contest, "facts", lambda at: facts if at.name == "ours" else theirs)
@@ -108,6 +112,7 @@ def test_the_report_keeps_other_kinds_and_says_its_command(
         return [{**row, "ratio": 1.0, "ratio_ci95": [0.9, 1.1]}] * 2, {"ours": facts}
 
     monkeypatch.setattr(peers, "compare", compare)
+    monkeypatch.setattr(peers, "controls", lambda *_: [])
     out = tmp_path / "report"
     words = ["--python", "P", "--targets", "embedded", "--work", str(tmp_path), "--out", str(out)]
     for kind in ("eagle3", "dflash", "eagle3"):
@@ -117,3 +122,53 @@ def test_the_report_keeps_other_kinds_and_says_its_command(
     assert set(content["trainings"]["embedded"]) == {"dflash", "eagle3"}
     assert "--kinds eagle3" in content["command"]
     assert f"Made by `{content['command']}`" in out.with_suffix(".md").read_text()
+
+
+def test_the_control_has_the_prompts_of_the_same_documents(place: Place, tmp_path: Path) -> None:
+    contest = Contest("python", place, tmp_path, 1, 1)
+    rows = {}
+    for setting in (contest.setting, contest.prompted):
+        setting.write_rows([([1, 2, 3], [0, 0, 1])])
+        lines = (setting.work / "rows.jsonl").read_text().splitlines()
+        rows[setting.prompts_too] = [json.loads(line) for line in lines]
+    assert rows[True][-1] == rows[False][-1], "validation stays as it is"
+    for prompted, plain in zip(rows[True][:-1], rows[False][:-1], strict=True):
+        assert prompted["tokens"] == plain["tokens"]
+        assert prompted["mask"] == [0] + [1] * (len(plain["tokens"]) - 1)
+        assert sum(plain["mask"]) < len(plain["mask"]) - 1
+
+
+def test_the_control_is_compared_with_both_sides(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(tau - 1) of 2 against 1 and 0.5, so that the ratios are 2 and 2."""
+    contest = Contest("python", place, tmp_path, 1, 1)
+    trained: list[tuple[str, float, int]] = []
+
+    def checkpoint(kind: str, side: str, rate: float, seed: int) -> Path:
+        trained.append((side, rate, seed))
+        return Path(side)
+
+    def measured(path: Path) -> list[tuple[peers.Way, Totals]]:
+        tau = {"ours": 3.0, peers.PROMPTED: 2.0, peers.LIBRARY: 1.5}[path.name]
+        sums = dict.fromkeys(("accepted", "refused", "reached"), np.zeros((2, 1)))
+        passes = np.array([10, 20])
+        totals = Totals(
+            ["a", "b"], ["d", "d"], committed=tau * passes, passes=passes, seconds={}, **sums
+        )
+        return [((1.0, "block", 7), totals)]
+
+    def score(path: Path) -> float:
+        return float(trained[-1][1] == 1e-2)
+
+    monkeypatch.setattr(contest, "trained", checkpoint)
+    monkeypatch.setattr(contest, "measured", measured)
+    monkeypatch.setattr(contest, "score", score)
+    (row,) = peers.controls(contest, "eagle3")
+    assert [each for each in trained if each[0] == peers.PROMPTED] == [
+        (peers.PROMPTED, 1e-2, seed) for seed in (0, 1, 2)
+    ]
+    assert row["against_ours"]["ratio"] == row["against_own"]["ratio"] == 2.0
+    assert "| d | eagle3 | 1.0 | block | 7 | 2.00" in "\n".join(
+        peers.control_lines([{"target": "d", "kind": "eagle3", **row}])
+    )
