@@ -108,6 +108,8 @@ class AnswersManifest(TypedDict):
     """Folder, rows of both tables, answers without a record."""
     served: NotRequired[list[dict[str, str]]]
     """Name and root of the models that servers named."""
+    replay: NotRequired[bool]
+    """Only tokens near a drafter's errors are supervised (feedback.replay)."""
     states: NotRequired[StatesFacts]
     """Hidden states of the servers."""
     provenance: NotRequired[dict[str, object]]

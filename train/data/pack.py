@@ -114,8 +114,15 @@ class PackedData:
         in `packed/` (or in a temporary folder). context_weight: weight of the loss at tokens
         outside answers, which above 0 are supervised too, except for the first of a document.
         Raises `UserError` if the stage is unfinished, a shard was changed, the vocabulary is not
-        that of `info`, there are no answers of a domain, or nothing is supervised."""
+        that of `info`, there are no answers of a domain, nothing is supervised, or context_weight
+        is above 0 and the answers are those of a replay."""
         _check_length(sequence_length)
+        if context_weight > 0 and read_answers(directory).get("replay"):
+            raise UserError(
+                f"train.context_weight={context_weight:g} supervises all tokens of the answers in "
+                f"'{directory}', of which feedback.replay=true keeps only those near a drafter's "
+                "errors. Set one of the two off."
+            )
         shards = checked_shards(directory, info)
         chosen = tuple(sorted(set(domains)))
         require_domains(shards, chosen)

@@ -238,6 +238,7 @@ def build(
         },
         "shards": writer.shards,
         "feedback": _report(key, tally, weighing, writer),
+        "replay": config.replay,
         **copy_held_out(answers, out),
     }
     write_manifest(out, "generate", content, provenance)

@@ -14,7 +14,7 @@ Legend: P trained weights, W processes that train.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar
 
@@ -456,7 +456,10 @@ def count_step(
 
 
 def known_amount(job: TrainingJob, config: PlanConfig) -> Amount | None:
-    """Tokens of the answers, as given or as packed; None before anything was packed."""
+    """Tokens of the answers, as given or as packed; None before anything was packed. With
+    train.context_weight, nearly all tokens are supervised."""
     if config.tokens:
-        return Amount(config.tokens, config.supervised, "plan.tokens")
-    return packed_amount(job.data, job.config.sequence_length, job.config.domains)
+        found: Amount | None = Amount(config.tokens, config.supervised, "plan.tokens")
+    else:
+        found = packed_amount(job.data, job.config.sequence_length, job.config.domains)
+    return replace(found, supervised=1.0) if found and job.config.context_weight else found

@@ -153,6 +153,10 @@ def test_replay_keeps_errors_and_their_surroundings(
             "nothing is read behind the last error"
         )
     assert kept and deepest > 1
+    info = target().info
+    PackedData.from_manifest(tmp_path / "out", info, 64)
+    with pytest.raises(UserError, match=r"context_weight=0.5 .* feedback.replay=true"):
+        PackedData.from_manifest(tmp_path / "out", info, 64, context_weight=0.5)
 
 
 def test_domains_weigh_by_the_passes_that_their_traffic_loses(

@@ -240,6 +240,8 @@ def test_a_plan_for_a_gpu_needs_neither_weights_nor_answers(folder: Path) -> Non
     faster = make_plan(job_for(folder), halved, Speed.of(halved))
     assert faster["step_seconds"]["drafter"] == pytest.approx(plan["step_seconds"]["drafter"] / 2)
     json.dumps(plan)
+    prompts_too = make_plan(job_for(folder, context_weight=0.5), config, Speed.of(config))
+    assert (plan["supervised"], prompts_too["supervised"]) == (config.supervised, 1.0)
 
 
 def planned(folder: Path, count: int, mode: str, **changes: Any) -> dict[str, Any]:
