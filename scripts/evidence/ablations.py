@@ -3,7 +3,8 @@
     python -m scripts.evidence.ablations [--targets embedded] [--studies eagle3] [--seeds 0 1 2]
         [--arms copied_layer adamw] [--rate 1e-2]
 
-Every arm of a study (`STUDIES`) is the study's recipe with some settings changed. All arms are
+Every arm of a study (`STUDIES`) is the study's recipe with some settings changed; a kind that
+peers.py compares has its recipe there. All arms are
 trained on the same answers for the same number of passes with every seed, and decoded on prompts
 that no training saw (--arms: only these arms, beside the recipe; --rate: another learning rate for
 all of them, such as a target's best one): chains of 7, at temperature 0 and, by block verification,
@@ -24,6 +25,7 @@ from heads.api.errors import UserError
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell
+from scripts.evidence.peers import OURS, PROMPTS_TOO, SMALL_START
 from scripts.evidence.small_targets import (
     PLACES,
     SEEDS,
@@ -45,20 +47,23 @@ SHARED = ["train.epochs=2", "train.global_batch=2", "train.micro_batch=2"]
 """Two rows of 512 tokens a step, two passes over the answers."""
 WARM_UP = {"no_warm_up": ["schedule.warmup=0"], "warm_up_20": ["schedule.warmup=0.2"]}
 """The share of all steps over which the rate rises; 0.04 in the recipes."""
-PROMPTS_TOO = {f"prompts_{w}": [f"train.context_weight={w}"] for w in (0.5, 1)}
-"""Training on the tokens of prompts too, with this weight; off in the recipes."""
 AVERAGES = {f"average_{decay}": [f"train.average={decay}"] for decay in (0.9, 0.99)}
 """The running mean of the weights; off in the recipes."""
 FORMATS = {f"features_{form}": [f"features.format={form}"] for form in ("bf16", "int8", "int4")}
 """Features as a store keeps them; fp32 in the recipes: the numbers that a training computes."""
-BLOCK = ["optim=muon", "optim.lr=5e-3", "head.num_anchors=64"]
+START = {"initial_std_0": ["head.initial_std=0"], "initial_std_0.005": ["head.initial_std=0.005"]}
+"""The largest standard deviation of random initial weights: without a limit, and a small one; 0.02
+in the recipes."""
+FALL = ["schedule.kind=linear", "schedule.min_ratio=0"]
 BLOCK_ARMS: dict[str, list[str]] = {
     **WARM_UP,
+    **START,
+    "linear_schedule": FALL,
+    "weight_decay": ["optim.weight_decay=0.1"],
     "one_tap": ["head.taps=[{high}]"],
     "three_taps": ["head.taps=[2,{middle},{high}]"],
     "no_carry_root": ["head.carry_root=false"],
-    "initial_std_0.02": ["head.initial_std=0.02"],
-    "prompts_1": PROMPTS_TOO["prompts_1"],
+    "prompts": [PROMPTS_TOO],
 }
 """Arms of every block drafter."""
 RECIPE_ARMS: dict[str, list[str]] = {
@@ -82,49 +87,35 @@ LOSSES: dict[str, list[str]] = {
     "annealed_lk": [*NONE, "head.annealed_lk=1"],
 }
 """Objectives of a block drafter."""
-JOINT_NORM = [
-    *("head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true")
-]
-"""The norms of EAGLE-3 in speculators 0.9.0."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
-        RECIPE: [
-            *("head=eagle3", "optim=muon", "optim.lr=3e-3"),
-            *("head.ttt_steps=3", "head.decay=1.0", "head.initial_std=0.02"),
-        ],
+        RECIPE: [*OURS["eagle3"], "optim.lr=3e-3"],
         "adamw": ["optim=adamw", "optim.lr=1e-3"],
         "rate_5e-3": ["optim.lr=5e-3"],
-        "rate_1e-2": ["optim.lr=1e-2"],
-        "weight_decay": ["optim.weight_decay=0.1"],
-        "linear_schedule": ["schedule.kind=linear", "schedule.min_ratio=0"],
+        "answers_only": ["train.context_weight=0"],
+        "prompts_0.5": ["train.context_weight=0.5"],
+        "no_weight_decay": ["optim.weight_decay=0"],
+        "cosine_schedule": ["schedule.kind=cosine", "schedule.min_ratio=0.1"],
         **WARM_UP,
         "no_clipping": ["optim.clip=0"],
         "trained_lm_head": ["head.train_lm_head=true"],
         "copied_layer": ["head.from_target_layer={last}"],
-        "initial_std_0": ["head.initial_std=0"],
-        "initial_std_0.005": ["head.initial_std=0.005"],
+        **START,
         "falling_weights": ["head.decay=0.8"],
         "unrolled_5": ["head.ttt_steps=5"],
         "unrolled_7": ["head.ttt_steps=7"],
         "one_tap": ["head.taps=[{high}]"],
         "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
-        "joint_norm": ["head.tap_norm=false", "head.norm_before_fc=true"],
-        "normed_residual": ["head.norm_before_residual=true"],
-        "joint_norm_and_residual": JOINT_NORM,
-        "peer_settings": [
-            *JOINT_NORM,
-            *("optim.weight_decay=0.1", "schedule.kind=linear"),
-            *("schedule.min_ratio=0", "schedule.warmup=0.01"),
-        ],
+        "last_tap": ["head.taps=[2,{middle},{high},{last}]"],
+        "tap_norms": ["head.tap_norm=true", "head.norm_before_fc=false"],
+        "plain_residual": ["head.norm_before_residual=false"],
         "total_variation": ["head.tv=5"],
         "lk": ["head.lk=1"],
-        **PROMPTS_TOO,
-        "last_tap": ["head.taps=[2,{middle},{high},{last}]"],
         **AVERAGES,
         **FORMATS,
     },
     "fastmtp": {
-        RECIPE: ["head=fastmtp", "optim=muon", "optim.lr=1e-2"],
+        RECIPE: ["head=fastmtp", "optim.lr=1e-2"],
         "adamw": ["optim=adamw", "optim.lr=3e-3"],
         "rate_5e-3": ["optim.lr=5e-3"],
         "copied_layer": ["head.from_target_layer={last}"],
@@ -132,14 +123,13 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "unrolled_7": ["head.depths=7"],
     },
     "dflash": {
-        RECIPE: ["head=dflash", *BLOCK],
+        RECIPE: [*OURS["dflash"], "optim.lr=3e-3"],
         **BLOCK_ARMS,
         **RECIPE_ARMS,
-        "weight_decay": ["optim.weight_decay=0.1"],
-        **{name: own for name, own in LOSSES.items() if name != "cross_entropy"},
+        **{name: own for name, own in LOSSES.items() if name != "divergence"},
     },
     "dspark": {
-        RECIPE: ["head=dspark", *BLOCK],
+        RECIPE: [*OURS["dspark"], "optim.lr=3e-3"],
         **BLOCK_ARMS,
         **RECIPE_ARMS,
         **{name: own for name, own in LOSSES.items() if name != "total_variation"},
@@ -150,7 +140,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "base_share": ["head.base_share_start=0.5", "head.base_share_end=0.5"],
     },
     "lilicorr": {
-        RECIPE: ["head=lilicorr", *BLOCK],
+        RECIPE: ["head=lilicorr", "head.num_anchors=64", SMALL_START, "optim.lr=5e-3"],
         **BLOCK_ARMS,
         **{name: own for name, own in LOSSES.items() if name != "cross_entropy"},
         "no_dependency": [
@@ -163,7 +153,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "candidates_8": ["head.selector_top_k=8"],
     },
     "peagle": {
-        RECIPE: ["head=peagle", "optim=muon", "optim.lr=1e-2"],
+        RECIPE: [*OURS["peagle"], "optim.lr=1e-2"],
         "adamw": ["optim=adamw", "optim.lr=3e-3"],
         "trained_lm_head": ["head.train_lm_head=true"],
     },
