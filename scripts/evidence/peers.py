@@ -5,7 +5,7 @@
 
 PYTHON is an interpreter that has speculators. Both sides read the same documents of the same target
 for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
-blocks or depths, and anchors, in the same dtype. Both read the target's features from a store. The
+blocks or depths, in the same dtype. Both read the target's features from a store. The
 library keeps its own recipe (the layers of the target that it reads, its loss, optimiser, schedule,
 norms, and what it trains: P-EAGLE its embedding, and of the documents the target's answers); ours
 is that of conf/head with the overrides `OURS`. Both sweep the same learning rates (the library for
@@ -18,9 +18,10 @@ The library's own validation loss, on the target's greedy answers to the validat
 recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
 better.
 
-Ours trains EAGLE-3 and P-EAGLE on the tokens of the documents' prompts too. The library's drafters
-of these kinds are therefore trained once more with the same tokens in its loss (`PROMPTED`), at its
-best rate, with three seeds: a control that tells what a recipe is worth apart from its data.
+Ours has more of the same documents in its loss: EAGLE-3 and P-EAGLE the tokens of prompts, DFlash
+and DSpark more anchors a step than the library (`ANCHORS`, twice its default share of the tokens).
+The library's drafters are therefore trained once more with what ours has (`CONTROL`), at the rate
+that is best without, with three seeds: a control that tells what a recipe is worth apart from that.
 
 With --engine-python, an interpreter that has vLLM, the first seed's drafters of both sides are also
 served (peers_served.py).
@@ -69,16 +70,18 @@ DEPTHS = (3, 5, 7)
 RULES = ((0.0, "match"), (1.0, "match"), (1.0, "rejection"), (1.0, "block"))
 """Temperature and rule. At temperature 0, all rules accept the same drafts."""
 ANCHORS = 128
-"""Blocks per step from which a block drafter learns."""
+"""Blocks per step from which a block drafter of the library learns."""
 ANSWER_TOKENS = 128
 """New tokens of an answer to a validation prompt, as those of experiment=families."""
 ROWS = TOKENS // LENGTH
 SMALL_START = "head.initial_std=0.02"
 """Random weights of at most this standard deviation, with which the library starts too."""
+ALL_ANCHORS = f"head.num_anchors={LENGTH // 2}"
+"""Blocks of a row: more than half of the places where one can begin."""
 PROMPTS_TOO = "train.context_weight=1"
 """The tokens of prompts are in the loss too; the library's has those of answers alone."""
-LIBRARY, PROMPTED = "speculators", "speculators_prompts"
-"""The library's side, and its control, whose loss counts the tokens of prompts too."""
+LIBRARY, CONTROL = "speculators", "speculators_control"
+"""The library's side, and its control, which has the prompts or anchors that ours has."""
 OURS: dict[str, list[str]] = {
     "eagle3": [
         *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
@@ -86,16 +89,18 @@ OURS: dict[str, list[str]] = {
         *("schedule.kind=linear", "schedule.min_ratio=0", "optim.weight_decay=0.1"),
     ],
     "dflash": [
-        *("head=dflash", f"head.num_anchors={ANCHORS // ROWS}", "head.ce=0", "head.kl=1"),
-        SMALL_START,
+        *("head=dflash", ALL_ANCHORS, SMALL_START),
+        *("head.ce=0", "head.kl=0.5", "head.tv=0.9"),
     ],
     "dspark": [
-        *("head=dspark", "head.block_size=8", f"head.num_anchors={ANCHORS // ROWS}"),
-        SMALL_START,
+        *("head=dspark", "head.block_size=8", ALL_ANCHORS, SMALL_START),
+        *("head.ce=0", "head.kl=0.5", "head.tv=0.9"),
     ],
     "peagle": ["head=peagle", "head.num_layers=4", "head.depths=8", SMALL_START, PROMPTS_TOO],
 }
 """Kind -> its overrides, except for the rate and the seed."""
+BLOCK_KINDS = ("dflash", "dspark")
+"""Kinds that learn from anchors."""
 
 
 Way = tuple[float, str, int]
@@ -112,7 +117,7 @@ class Contest(Bench):
         self.setting = Setting(
             python, place.answers, place.target, work / LIBRARY, threads, own_taps=True
         )
-        self.prompted = replace(self.setting, work=work / PROMPTED, prompts_too=True)
+        self.prompted = replace(self.setting, work=work / CONTROL, prompts_too=True)
 
     def best(self, kind: str, side: str) -> tuple[dict[float, float], list[Path]]:
         """The score by rate, and the checkpoints of all seeds at the best."""
@@ -128,9 +133,10 @@ class Contest(Bench):
     def trained(self, kind: str, side: str, rate: float, seed: int) -> Path:
         """The checkpoint of a training, which runs now if it does not exist."""
         name = f"{kind}-{side}-{rate:g}-{seed}"
-        if side in (LIBRARY, PROMPTED):
-            setting = self.setting if side == LIBRARY else self.prompted
-            words = [*self.their_flags(kind), "--lr", f"{rate}", "--muon-lr", f"{rate}"]
+        if side in (LIBRARY, CONTROL):
+            prompts_too = side == CONTROL and PROMPTS_TOO in OURS[kind]
+            setting = self.prompted if prompts_too else self.setting
+            words = [*self.their_flags(kind, side), "--lr", f"{rate}", "--muon-lr", f"{rate}"]
             key = {
                 "version": VERSION,
                 "kind": kind,
@@ -187,11 +193,19 @@ class Contest(Bench):
             for done in decode_prompts(self.model, None, self.validation, decode)
         ]
 
-    def their_flags(self, kind: str) -> list[str]:
-        """The sizes that both sides share, as flags of the library; all other settings are the
-        library's own."""
+    def their_flags(self, kind: str, side: str) -> list[str]:
+        """The sizes that both sides share and the anchors, as flags of the library; all other
+        settings are the library's own."""
         head = settings_of("train", EXPERIMENT, *OURS[kind]).head
-        return their_sizes(head, self.model.info, TOKENS if kind == "peagle" else ANCHORS)
+        return their_sizes(head, self.model.info, self.anchors(kind, side) or TOKENS)
+
+    def anchors(self, kind: str, side: str) -> int:
+        """Blocks per step; 0 for a kind that learns from every token."""
+        if kind not in BLOCK_KINDS:
+            return 0
+        if side == LIBRARY:
+            return ANCHORS
+        return ROWS * int(settings_of("train", EXPERIMENT, *OURS[kind]).head.config.num_anchors)
 
     def ways(self, checkpoints: Sequence[Path]) -> Ways:
         """The results of some drafters on the measured prompts."""
@@ -247,7 +261,7 @@ def report(given: argparse.Namespace) -> None:
             put_rows(content, named(rows, target, kind), ("target", "kind"))
             content.setdefault("trainings", {}).setdefault(target, {})[kind] = facts
             save(given, content, settings, markdown)
-            if PROMPTS_TOO in OURS[kind]:
+            if given.controls:
                 rows = controls(contest, kind)
                 put_rows(content, named(rows, target, kind), ("target", "kind"), "controls")
                 save(given, content, settings, markdown)
@@ -283,6 +297,7 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
             "seeds": [contest.facts(checkpoint) for checkpoint in checkpoints],
             "validation_tau_by_rate": {f"{rate:g}": tau for rate, tau in score.items()},
             "taps": contest.taps(kind, side),
+            "anchors": contest.anchors(kind, side),
             "dtype": contest.setting.dtype,
         }
         found[side] = contest.ways(checkpoints)
@@ -295,13 +310,13 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
 
 
 def controls(contest: Contest, kind: str) -> list[Facts]:
-    """The rows of the library's drafters that are trained on prompts too: ours against them, and
-    they against the library's own."""
+    """The rows of the library's drafters that have what ours has: ours against them, and they
+    against the library's own."""
     _, ours = contest.best(kind, "ours")
     score, library = contest.best(kind, LIBRARY)
     rate = best_rate(score)
-    prompted = [contest.trained(kind, PROMPTED, rate, seed) for seed in SEEDS]
-    mine, theirs, own = map(contest.ways, (ours, prompted, library))
+    control = [contest.trained(kind, CONTROL, rate, seed) for seed in SEEDS]
+    mine, theirs, own = map(contest.ways, (ours, control, library))
     return [
         described(way)
         | {"against_ours": compared(mine[way], totals), "against_own": compared(totals, own[way])}
@@ -352,6 +367,7 @@ def markdown(content: Facts) -> list[str]:
             f"{found['trained_weights'] / 1e6:.2f} M",
             found["dtype"],
             ", ".join(map(str, found["taps"])),
+            found.get("anchors") or "-",
             loss_cell(found),
             recipe_cell(found),
         ]
@@ -360,20 +376,21 @@ def markdown(content: Facts) -> list[str]:
         for side, found in sides.items()
     ]
     header = (
-        "target, kind, side, best rate, steps, training tokens, trained weights, dtype, layers read"
+        "target, kind, side, best rate, steps, training tokens, trained weights, dtype, "
+        "layers read, anchors a step"
     )
     return [
         "# Headstart and speculators on the same answers",
         "",
         f"speculators {VERSION} by its own recipe, Headstart by conf/head with the overrides in "
-        "the last column of the second table. With `train.context_weight=1`, ours also has the "
-        "tokens of prompts in its loss, while the library has the answers' alone: the section on "
-        "controls shows what the library gains by them. The same "
+        "the last column of the second table. Ours has more of the documents in its loss: with "
+        "`train.context_weight=1` the tokens of prompts, and more anchors in a step. The section "
+        "on controls shows what the library gains by them. The same "
         f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, both sides in the same dtype, "
-        f"equal numbers of layers, blocks and anchors ({ANCHORS} a step; P-EAGLE: 4 layers, "
-        "8 depths, all positions). Both tried the rates "
-        f"{', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one with the best mean tau "
-        "on the validation prompts at temperatures 0 and 1; three seeds. A rate marked as edge is "
+        "equal numbers of layers and sizes of blocks (P-EAGLE: 4 layers, 8 depths). Both tried "
+        f"the rates {', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one with the "
+        "best mean tau on the validation prompts at temperatures 0 and 1; three seeds. A rate "
+        "marked as edge is "
         "the first or last one tried, and one beyond it may be better. All drafters are decoded by "
         "Headstart, on prompts that neither side saw. "
         f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`, earlier "
@@ -403,9 +420,9 @@ def control_lines(rows: Sequence[Facts]) -> list[str]:
     return [
         "## Controls",
         "",
-        "The library's drafters with the tokens of prompts in their loss too, at the rate that is "
-        "best without them, three seeds. Ratios of (tau - 1): ours to these drafters, and these "
-        "to the library's own.",
+        "The library's drafters with what ours has: the tokens of prompts in the loss (EAGLE-3, "
+        "P-EAGLE), or as many anchors (DFlash, DSpark); at the rate that is best without, three "
+        "seeds. Ratios of (tau - 1): ours to these drafters, and these to the library's own.",
         "",
         *markdown_table(
             header,
@@ -449,6 +466,7 @@ main = command(
     python={"required": True, "help": f"a python that has speculators {VERSION}"},
     targets=some_of(sorted(PLACES)),
     kinds=some_of(sorted(OURS)),
+    controls=(False, "also train the library's drafters with the prompts or anchors of ours"),
     engine_python=("", "a python that has vLLM; empty: nothing is served"),
     **options_of_bench("peers"),
 )

@@ -56,9 +56,18 @@ def test_their_training_is_done_again_with_other_flags(
 def test_p_eagle_has_the_same_sizes_on_both_sides(place: Place, tmp_path: Path) -> None:
     contest = Contest("python", place, tmp_path, 1, 1)
     head = settings_of("train", EXPERIMENT, *peers.OURS["peagle"]).head.config
-    words = " ".join(contest.their_flags("peagle"))
+    words = " ".join(contest.their_flags("peagle", peers.LIBRARY))
     assert f"--num-layers {head.num_layers} " in words
     assert words.endswith(f"--num-depths {head.depths} --max-anchors {peers.TOKENS}")
+
+
+def test_the_control_has_as_many_anchors(place: Place, tmp_path: Path) -> None:
+    contest = Contest("python", place, tmp_path, 1, 1)
+    for kind in peers.BLOCK_KINDS:
+        own = settings_of("train", EXPERIMENT, *peers.OURS[kind]).head.config.num_anchors
+        for side, anchors in ((peers.LIBRARY, peers.ANCHORS), (peers.CONTROL, peers.ROWS * own)):
+            assert contest.their_flags(kind, side)[-2:] == ["--max-anchors", str(anchors)]
+        assert peers.ROWS * own > peers.ANCHORS
 
 
 def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
@@ -85,10 +94,10 @@ def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
     page = "\n".join(peers.markdown(content))
     assert (
         f"| embedded | eagle3 | ours | 0.03 (edge) | 5 | 1,000 | 2.00 M | {contest.setting.dtype} | "
-        f"2, 10, 17 | - | `{' '.join(peers.OURS['eagle3'])}` |" in page
+        f"2, 10, 17 | - | - | `{' '.join(peers.OURS['eagle3'])}` |" in page
     )
     assert (
-        f"| 0.003 | 5 | 1,000 | 2.00 M | {contest.setting.dtype} | 1 | 1.250 | muon, linear, kl_div |"
+        f"| 0.003 | 5 | 1,000 | 2.00 M | {contest.setting.dtype} | 1 | - | 1.250 | muon, linear, kl_div |"
         in page
     )
 
@@ -150,7 +159,7 @@ def test_the_control_is_compared_with_both_sides(
         return Path(side)
 
     def measured(path: Path) -> list[tuple[peers.Way, Totals]]:
-        tau = {"ours": 3.0, peers.PROMPTED: 2.0, peers.LIBRARY: 1.5}[path.name]
+        tau = {"ours": 3.0, peers.CONTROL: 2.0, peers.LIBRARY: 1.5}[path.name]
         sums = dict.fromkeys(("accepted", "refused", "reached"), np.zeros((2, 1)))
         passes = np.array([10, 20])
         totals = Totals(
@@ -165,8 +174,8 @@ def test_the_control_is_compared_with_both_sides(
     monkeypatch.setattr(contest, "measured", measured)
     monkeypatch.setattr(contest, "score", score)
     (row,) = peers.controls(contest, "eagle3")
-    assert [each for each in trained if each[0] == peers.PROMPTED] == [
-        (peers.PROMPTED, 1e-2, seed) for seed in (0, 1, 2)
+    assert [each for each in trained if each[0] == peers.CONTROL] == [
+        (peers.CONTROL, 1e-2, seed) for seed in (0, 1, 2)
     ]
     assert row["against_ours"]["ratio"] == row["against_own"]["ratio"] == 2.0
     assert "| d | eagle3 | 1.0 | block | 7 | 2.00" in "\n".join(
