@@ -123,12 +123,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "equal_weights": ["head.beta=1.0"],
         "unrolled_7": ["head.depths=7"],
     },
-    "dflash": {
-        RECIPE: [*OURS["dflash"], "optim.lr=3e-3"],
-        **BLOCK_ARMS,
-        **RECIPE_ARMS,
-        **LOSSES,
-    },
+    "dflash": {RECIPE: [*OURS["dflash"], "optim.lr=3e-3"], **BLOCK_ARMS, **RECIPE_ARMS, **LOSSES},
     "dspark": {
         RECIPE: [*OURS["dspark"], "optim.lr=3e-3"],
         **BLOCK_ARMS,

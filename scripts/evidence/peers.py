@@ -1,7 +1,7 @@
 """Compares our drafters with those of vLLM's `speculators`, each by its best recipe.
 
     python -m scripts.evidence.peers --python PYTHON [--targets embedded held_out] [--kinds eagle3]
-        [--engine-python .venv-serve/bin/python]
+        [--engine-python .venv-serve/bin/python] [--controls 0 1 2]
 
 PYTHON is an interpreter that has speculators. Both sides read the same documents of the same target
 for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
@@ -20,8 +20,9 @@ better.
 
 Ours has more of the same documents in its loss: EAGLE-3 and P-EAGLE the tokens of prompts, DFlash
 and DSpark more anchors a step than the library (`ANCHORS`, twice its default share of the tokens).
-The library's drafters are therefore trained once more with what ours has (`CONTROL`), at the rate
-that is best without, with three seeds: a control that tells what a recipe is worth apart from that.
+With --controls, the library's drafters are therefore trained once more with what ours has
+(`CONTROL`), at the rate that is best without, with the given seeds: a control that tells what a
+recipe is worth apart from that.
 
 With --engine-python, an interpreter that has vLLM, the first seed's drafters of both sides are also
 served (peers_served.py).
@@ -262,7 +263,7 @@ def report(given: argparse.Namespace) -> None:
             content.setdefault("trainings", {}).setdefault(target, {})[kind] = facts
             save(given, content, settings, markdown)
             if given.controls:
-                rows = controls(contest, kind)
+                rows = controls(contest, kind, given.controls)
                 put_rows(content, named(rows, target, kind), ("target", "kind"), "controls")
                 save(given, content, settings, markdown)
             if given.engine_python:
@@ -309,16 +310,17 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
     return rows, trainings
 
 
-def controls(contest: Contest, kind: str) -> list[Facts]:
+def controls(contest: Contest, kind: str, seeds: Sequence[int]) -> list[Facts]:
     """The rows of the library's drafters that have what ours has: ours against them, and they
     against the library's own."""
     _, ours = contest.best(kind, "ours")
     score, library = contest.best(kind, LIBRARY)
     rate = best_rate(score)
-    control = [contest.trained(kind, CONTROL, rate, seed) for seed in SEEDS]
+    control = [contest.trained(kind, CONTROL, rate, seed) for seed in seeds]
     mine, theirs, own = map(contest.ways, (ours, control, library))
     return [
         described(way)
+        | {"seeds": [*seeds]}
         | {"against_ours": compared(mine[way], totals), "against_own": compared(totals, own[way])}
         for way, totals in theirs.items()
     ]
@@ -416,13 +418,13 @@ def control_lines(rows: Sequence[Facts]) -> list[str]:
     """The lines of the section on controls; empty without any."""
     if not rows:
         return []
-    header = "target, kind, T, rule, K, tau, ours / control, control / library".split(", ")
+    header = "target, kind, T, rule, K, tau, ours / control, control / library, seeds".split(", ")
     return [
         "## Controls",
         "",
         "The library's drafters with what ours has: the tokens of prompts in the loss (EAGLE-3, "
-        "P-EAGLE), or as many anchors (DFlash, DSpark); at the rate that is best without, three "
-        "seeds. Ratios of (tau - 1): ours to these drafters, and these to the library's own.",
+        "P-EAGLE), or as many anchors (DFlash, DSpark); at the rate that is best without. Ratios "
+        "of (tau - 1): ours to these drafters, and these to the library's own.",
         "",
         *markdown_table(
             header,
@@ -431,6 +433,7 @@ def control_lines(rows: Sequence[Facts]) -> list[str]:
                     *(row[key] for key in ("target", "kind", "temperature", "rule", "depth")),
                     cell(mine["theirs"]["tau"], mine["theirs"]["tau_ci95"]),
                     *(cell(each["ratio"], each["ratio_ci95"]) for each in (mine, own)),
+                    len(row["seeds"]),
                 ]
                 for row in rows
                 for mine, own in [(row["against_ours"], row["against_own"])]
@@ -466,7 +469,12 @@ main = command(
     python={"required": True, "help": f"a python that has speculators {VERSION}"},
     targets=some_of(sorted(PLACES)),
     kinds=some_of(sorted(OURS)),
-    controls=(False, "also train the library's drafters with the prompts or anchors of ours"),
+    controls={
+        "nargs": "+",
+        "type": int,
+        "default": [],
+        "help": "seeds of the library's drafters with what ours has; none: no control",
+    },
     engine_python=("", "a python that has vLLM; empty: nothing is served"),
     **options_of_bench("peers"),
 )
