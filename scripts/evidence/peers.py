@@ -433,7 +433,7 @@ def control_lines(rows: Sequence[Facts]) -> list[str]:
                     *(row[key] for key in ("target", "kind", "temperature", "rule", "depth")),
                     cell(mine["theirs"]["tau"], mine["theirs"]["tau_ci95"]),
                     *(cell(each["ratio"], each["ratio_ci95"]) for each in (mine, own)),
-                    len(row["seeds"]),
+                    str(len(row["seeds"])),
                 ]
                 for row in rows
                 for mine, own in [(row["against_ours"], row["against_own"])]
