@@ -396,8 +396,8 @@ def markdown(content: Facts) -> list[str]:
         "the first or last one tried, and one beyond it may be better. All drafters are decoded by "
         "Headstart, on prompts that neither side saw. "
         f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`, earlier "
-        "rows by the same command with their targets and kinds, and with our overrides of that "
-        "time, which the second table shows; all figures: peers.json.",
+        "rows by the same command with their targets, kinds, --controls and --engine-python, and "
+        "with our overrides of that time, which the second table shows; all figures: peers.json.",
         "",
         *table(content["rows"]),
         "",
