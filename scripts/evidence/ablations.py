@@ -272,7 +272,8 @@ def markdown(content: Facts) -> list[str]:
         f"1,024 tokens a step; chains of {DEPTH} on prompts that no training saw, at temperature "
         "1 by block verification. The ratio is to the study's recipe; intervals: 95% bootstrap "
         "over prompts and seeds, the same on both sides. Made by "
-        f"`{content['command']}`; overrides: ablations.json.",
+        f"`{content['command']}`, earlier rows by the same command with their targets, studies, "
+        "arms and --rate; overrides: ablations.json.",
         "",
         *markdown_table([*header, "seeds"], shown),
         "",
