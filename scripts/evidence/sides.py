@@ -51,12 +51,9 @@ def fast_dtype() -> str:
 
 
 def their_sizes(head: HeadSettings, info: TargetInfo, anchors: int) -> list[str]:
-    """The sizes that both sides share, as flags of the library: layers, block or depths, and
-    anchors.
-
-    anchors: of a step (one row of the library); our `head.num_anchors` times the rows of a step, or
-    the tokens of a step for P-EAGLE, which drops none of its own before the second depth.
-    """
+    """The sizes that both sides share, as flags of the library: layers, block or depths; and its
+    anchors of a step, which is one row: for P-EAGLE the tokens of a step, since ours drops no
+    position before the second depth."""
     with torch.device("meta"):
         drafter: Any = get_kind(head.kind).drafter_class(head.config, info)
     layers = range(len(getattr(drafter, "layers", [None])))
