@@ -9,10 +9,11 @@ blocks or depths, in the same dtype. Both read the target's features from a stor
 library keeps its own recipe (the layers of the target that it reads, its loss, optimiser, schedule,
 norms, and what it trains: P-EAGLE its embedding, and of the documents the target's answers); ours
 is that of conf/head with the overrides `OURS`. Both sweep the same learning rates (the library for
-Muon and for AdamW alike), and each keeps the rate with the best mean tau on the validation prompts
-at temperatures 0 and 1. That rate is trained with two further seeds. Our decoder decodes the three
-drafters of both sides on other prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by
-every rule that keeps the target's distribution.
+Muon and for AdamW alike): the two in the middle of `RATES`, and those beyond the better one until
+one is worse. Each keeps the rate with the best mean tau on the validation prompts at temperatures 0
+and 1. That rate is trained with two further seeds. Our decoder decodes the three drafters of both
+sides on other prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that
+keeps the target's distribution.
 
 The library's own validation loss, on the target's greedy answers to the validation prompts, is
 recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -122,13 +123,13 @@ class Contest(Bench):
 
     def best(self, kind: str, side: str) -> tuple[dict[float, float], list[Path]]:
         """The score by rate, and the checkpoints of all seeds at the best."""
-        score = {rate: self.score(self.trained(kind, side, rate, SEEDS[0])) for rate in RATES}
+        score = swept(RATES, lambda rate: self.score(self.trained(kind, side, rate, SEEDS[0])))
         rate = best_rate(score)
         return score, [self.trained(kind, side, rate, seed) for seed in SEEDS]
 
-    def losses(self, kind: str) -> dict[str, float | None]:
-        """The library's own validation loss of each of its rates."""
-        each = {rate: self.trained(kind, LIBRARY, rate, SEEDS[0]) for rate in RATES}
+    def losses(self, kind: str, rates: Iterable[float]) -> dict[str, float | None]:
+        """The library's own validation loss at each of some rates."""
+        each = {rate: self.trained(kind, LIBRARY, rate, SEEDS[0]) for rate in rates}
         return {f"{rate:g}": loss_of(self.facts(path)) for rate, path in each.items()}
 
     def trained(self, kind: str, side: str, rate: float, seed: int) -> Path:
@@ -279,6 +280,21 @@ def named(rows: Sequence[Facts], target: str, kind: str) -> list[Facts]:
     return [{"target": target, "kind": kind, **row} for row in rows]
 
 
+def swept(rates: Sequence[float], score: Callable[[float], float]) -> dict[float, float]:
+    """The scores of the two middle ones of some rates, in order, and of those beyond the better one
+    until one is worse: all of them, if the score has one maximum and that is beyond."""
+    middle = len(rates) // 2
+    found = {rate: score(rate) for rate in rates[middle - 1 : middle + 1]}
+    below, above = found
+    higher = found[above] > found[below]
+    for rate in rates[middle + 1 :] if higher else reversed(rates[: middle - 1]):
+        highest = max(found.values())
+        found[rate] = score(rate)
+        if found[rate] < highest:
+            break
+    return dict(sorted(found.items()))
+
+
 def best_rate(score: Mapping[float, float]) -> float:
     """The rate with the highest score."""
     return max(score, key=score.__getitem__)
@@ -303,7 +319,9 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
         }
         found[side] = contest.ways(checkpoints)
     trainings["ours"]["recipe"] = OURS[kind]
-    trainings[LIBRARY]["validation_loss_by_rate"] = contest.losses(kind)
+    trainings[LIBRARY]["validation_loss_by_rate"] = contest.losses(
+        kind, map(float, trainings[LIBRARY]["validation_tau_by_rate"])
+    )
     rows = [
         described(way) | compared(ours, found[LIBRARY][way]) for way, ours in found["ours"].items()
     ]
@@ -389,11 +407,12 @@ def markdown(content: Facts) -> list[str]:
         "`train.context_weight=1` the tokens of prompts, and more anchors in a step. The section "
         "on controls shows what the library gains by them. The same "
         f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, both sides in the same dtype, "
-        "equal numbers of layers and sizes of blocks (P-EAGLE: 4 layers, 8 depths). Both tried "
-        f"the rates {', '.join(f'{rate:g}' for rate in RATES)}, and each kept the one with the "
-        "best mean tau on the validation prompts at temperatures 0 and 1; three seeds. A rate "
-        "marked as edge is "
-        "the first or last one tried, and one beyond it may be better. All drafters are decoded by "
+        "equal numbers of layers and sizes of blocks (P-EAGLE: 4 layers, 8 depths). Both had "
+        f"the rates {', '.join(f'{rate:g}' for rate in RATES)}: the two in the middle were tried, "
+        "and those beyond the better one until one was worse (earlier rows: all four). Each kept "
+        "the one with the best mean tau on the validation prompts at temperatures 0 and 1; three "
+        "seeds. A rate marked as edge is the first or last one, and one beyond it may be better. "
+        "All drafters are decoded by "
         "Headstart, on prompts that neither side saw. "
         f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`, earlier "
         "rows by the same command with their targets, kinds, --controls and --engine-python, and "

@@ -70,6 +70,20 @@ def test_the_control_has_as_many_anchors(place: Place, tmp_path: Path) -> None:
         assert peers.ROWS * own > peers.ANCHORS
 
 
+@pytest.mark.parametrize(
+    ("best", "tried"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [1, 2, 3]), (3, [1, 2, 3])]
+)
+def test_rates_are_swept_from_the_middle_to_the_best(best: int, tried: list[int]) -> None:
+    found = peers.swept(peers.RATES, lambda rate: -abs(peers.RATES.index(rate) - best))
+    assert [*found] == [peers.RATES[at] for at in tried]
+    assert peers.best_rate(found) == peers.RATES[best]
+
+
+def test_a_sweep_ends_at_the_first_rate_that_is_worse() -> None:
+    scores = {1.0: 3.0, 2.0: 1.0, 3.0: 2.0, 4.0: 1.5, 5.0: 0.0, 6.0: 0.0}
+    assert [*peers.swept([*scores], scores.__getitem__)] == [2.0, 3.0, 4.0]
+
+
 def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +98,7 @@ def test_a_best_rate_at_the_edge_is_marked_and_costs_are_told(
 
     monkeypatch.setattr(contest, "best", best)
     monkeypatch.setattr(contest, "ways", lambda _: {})
-    monkeypatch.setattr(contest, "losses", lambda _: {"0.003": 1.25})
+    monkeypatch.setattr(contest, "losses", lambda kind, rates: {"0.003": 1.25})
     monkeypatch.setattr(contest, "taps", lambda _, side: [2, 10, 17] if side == "ours" else [1])
     monkeypatch.setattr(contest, "facts", lambda at: facts if at.name == "ours" else theirs)
     _, trainings = peers.compare(contest, "eagle3")
