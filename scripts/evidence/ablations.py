@@ -55,6 +55,15 @@ START = {"initial_std_0": ["head.initial_std=0"], "initial_std_0.005": ["head.in
 """The largest standard deviation of random initial weights: without a limit, and a small one; 0.02
 in the recipes."""
 FALL = ["schedule.kind=linear", "schedule.min_ratio=0"]
+COSINE = ["schedule.kind=cosine", "schedule.min_ratio=0.1"]
+TAP_NORMS = ["head.tap_norm=true", "head.norm_before_fc=false"]
+PLAIN_RESIDUAL = ["head.norm_before_residual=false"]
+FORMER_EAGLE3 = [
+    *("head.ttt_steps=5", "head.decay=0.8", "head.initial_std=0", "train.context_weight=0"),
+    *(*TAP_NORMS, *PLAIN_RESIDUAL, *COSINE, "optim.weight_decay=0"),
+]
+FORMER_BLOCKS = ["head.num_anchors=64", "head.initial_std=0", "head.kl=0"]
+"""Recipes without any of the choices that these studies are about."""
 BLOCK_ARMS: dict[str, list[str]] = {
     **WARM_UP,
     **START,
@@ -91,12 +100,13 @@ LOSSES: dict[str, list[str]] = {
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
         RECIPE: [*OURS["eagle3"], "optim.lr=3e-3"],
+        "former": FORMER_EAGLE3,
         "adamw": ["optim=adamw", "optim.lr=1e-3"],
         "rate_5e-3": ["optim.lr=5e-3"],
         "answers_only": ["train.context_weight=0"],
         "prompts_0.5": ["train.context_weight=0.5"],
         "no_weight_decay": ["optim.weight_decay=0"],
-        "cosine_schedule": ["schedule.kind=cosine", "schedule.min_ratio=0.1"],
+        "cosine_schedule": COSINE,
         **WARM_UP,
         "no_clipping": ["optim.clip=0"],
         "trained_lm_head": ["head.train_lm_head=true"],
@@ -108,8 +118,9 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "one_tap": ["head.taps=[{high}]"],
         "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
         "last_tap": ["head.taps=[2,{middle},{high},{last}]"],
-        "tap_norms": ["head.tap_norm=true", "head.norm_before_fc=false"],
-        "plain_residual": ["head.norm_before_residual=false"],
+        "tap_norms": TAP_NORMS,
+        "plain_residual": PLAIN_RESIDUAL,
+        "norms_of_3.1": [*TAP_NORMS, *PLAIN_RESIDUAL],
         "total_variation": ["head.tv=5"],
         "lk": ["head.lk=1"],
         **AVERAGES,
@@ -123,9 +134,16 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "equal_weights": ["head.beta=1.0"],
         "unrolled_7": ["head.depths=7"],
     },
-    "dflash": {RECIPE: [*OURS["dflash"], "optim.lr=3e-3"], **BLOCK_ARMS, **RECIPE_ARMS, **LOSSES},
+    "dflash": {
+        RECIPE: [*OURS["dflash"], "optim.lr=3e-3"],
+        "former": [*FORMER_BLOCKS, "head.ce=1", "head.tv=0"],
+        **BLOCK_ARMS,
+        **RECIPE_ARMS,
+        **LOSSES,
+    },
     "dspark": {
         RECIPE: [*OURS["dspark"], "optim.lr=3e-3"],
+        "former": [*FORMER_BLOCKS, "head.block_size=7", "head.ce=0.1", "head.tv=1.8"],
         **BLOCK_ARMS,
         **RECIPE_ARMS,
         **LOSSES,
