@@ -90,7 +90,8 @@ class Drafter(BlockModel):
         config: Config = self.config
         # the root is part of the answer, and so is what follows
         eligible = batch.supervised(1) & batch.supervised(2)
-        anchors = Anchors.sample(eligible, config.num_anchors, batch.generators(), batch.anchors)
+        most = config.blocks(batch.tokens.shape[1])
+        anchors = Anchors.sample(eligible, most, batch.generators(), batch.anchors)
         features = self._features(batch)
         contexts = self._contexts(features, self._rotation(batch))
         chunk = self._chunk(batch, self.depths)

@@ -89,6 +89,7 @@ RECIPE_ARMS: dict[str, list[str]] = {
 }
 """Further arms of DFlash and DSpark, whose trainings are cheaper than LiLiCorr's."""
 NONE = ["head.ce=0", "head.kl=0", "head.tv=0"]
+DIVERGENCES = [*NONE, "head.kl=0.5", "head.tv=0.9"]
 LOSSES: dict[str, list[str]] = {
     "cross_entropy": [*NONE, "head.ce=1"],
     "divergence": [*NONE, "head.kl=1"],
@@ -97,6 +98,8 @@ LOSSES: dict[str, list[str]] = {
     "annealed_lk": [*NONE, "head.annealed_lk=1"],
 }
 """Objectives of a block drafter."""
+OTHER_BLOCKS = ("jetspec", "domino", "dflash2", "treeflash", "dflare")
+"""Block drafters that peers.py does not compare; their recipes have the published objectives."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
         RECIPE: [*OURS["eagle3"], "optim.lr=3e-3"],
@@ -153,10 +156,19 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "no_confidence": ["head.confidence=false"],
         "base_share": ["head.base_share_start=0.5", "head.base_share_end=0.5"],
     },
+    **{
+        kind: {
+            RECIPE: [f"head={kind}", "head.num_anchors=128", SMALL_START, "optim.lr=3e-3"],
+            "divergences": DIVERGENCES,
+            **START,
+        }
+        for kind in OTHER_BLOCKS
+    },
     "lilicorr": {
         RECIPE: ["head=lilicorr", "head.num_anchors=64", SMALL_START, "optim.lr=5e-3"],
         **BLOCK_ARMS,
         **{name: own for name, own in LOSSES.items() if name != "cross_entropy"},
+        "divergences": DIVERGENCES,
         "no_dependency": [
             *("head.dependency=none", "head.base_share_start=0", "head.base_share_end=0")
         ],

@@ -74,8 +74,9 @@ def target() -> MicroTarget:
 
 
 def make(target: MicroTarget, **options: Any) -> Drafter:
-    """A drafter of blocks of 5 with every weight moved from where it starts."""
-    config = Config(**{"block_size": 5, "dependency_rank": 6, **options})
+    """A drafter of blocks of 5 with every weight moved from where it starts, which is trained
+    behind every position."""
+    config = Config(**{"block_size": 5, "dependency_rank": 6, "num_anchors": 64, **options})
     drafter: Drafter = new_drafter("dflash", config, target.info, target.weights, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -329,6 +330,20 @@ def test_few_anchors_estimate_the_loss_of_all(target: MicroTarget) -> None:
         found.append(float(drafter.loss(batch).loss_sum.detach()))
     assert sum(found) / len(found) == pytest.approx(whole, rel=0.03)
     assert max(found) > 1.05 * whole
+
+
+def test_a_quarter_of_the_positions_are_anchors_unless_their_number_is_given(
+    target: MicroTarget,
+) -> None:
+    drafter, left = make(target), make(target, num_anchors=None)
+    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    length = batch.tokens.shape[1]
+    drafter.config = replace(drafter.config, num_anchors=length // 4)
+    losses = [float(one.loss(batch).loss_sum.detach()) for one in (drafter, left)]
+    assert losses[0] == losses[1]
+    drafter.config = replace(drafter.config, num_anchors=length // 4 + 1)
+    assert float(drafter.loss(batch).loss_sum.detach()) != losses[0]
+    assert Config().blocks(2) == 1
 
 
 ANNEALED = {"annealed_lk": 1.0, "ce": 0.1, "dependency": "gru", "base_share_start": 0.5}

@@ -24,6 +24,9 @@ from heads.nn.block.lattice import CorrelatorConfig
 from heads.nn.block.losses import Objective, Weighting
 from heads.nn.feature.base import SizeConfig
 
+POSITIONS_PER_BLOCK = 4
+"""Positions of a training row for each of its blocks, unless their number is given."""
+
 
 @config("head")
 @dataclass(frozen=True)
@@ -73,8 +76,9 @@ class Config(SizeConfig):
     """Estimate for every draft the probability that it is accepted (DSpark)."""
     confidence_weight: Weight = 1.0
     """Weight of the loss of the confidence estimate."""
-    num_anchors: Rows = 128
-    """Blocks per training row, drawn among all positions where a response continues."""
+    num_anchors: Rows | None = None
+    """Blocks per training row, drawn among all positions where a response continues; null: a
+    quarter as many as a row has positions."""
     ce: Weight = 1.0
     """Weight of the cross entropy against the answer's tokens."""
     kl: Weight = 0.0
@@ -119,6 +123,10 @@ class Config(SizeConfig):
         without a correlator."""
         candidates = slots * self.selector_top_k
         return self.correlator.heads * candidates**2 if self.dependency == "lilicorr" else 0
+
+    def blocks(self, length: int) -> int:
+        """Blocks of a training row of `length` positions, if a response continues at as many."""
+        return self.num_anchors or max(1, length // POSITIONS_PER_BLOCK)
 
     def objective(self) -> Objective:
         """The training objective of a slot."""
