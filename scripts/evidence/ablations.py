@@ -116,6 +116,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "copied_layer": ["head.from_target_layer={last}"],
         **START,
         "falling_weights": ["head.decay=0.8"],
+        "five_falling_steps": ["head.ttt_steps=5", "head.decay=0.8"],
         "unrolled_5": ["head.ttt_steps=5"],
         "unrolled_7": ["head.ttt_steps=7"],
         "one_tap": ["head.taps=[{high}]"],
