@@ -137,6 +137,12 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "copied_layer": ["head.from_target_layer={last}"],
         "equal_weights": ["head.beta=1.0"],
         "unrolled_7": ["head.depths=7"],
+        "prompts": [PROMPTS_TOO],
+        **START,
+    },
+    **{
+        kind: {RECIPE: [f"head={kind}", "optim.lr=1e-2"], "prompts": [PROMPTS_TOO]}
+        for kind in ("eagle", "mtp", "medusa", "hydra_heads")
     },
     "dflash": {
         RECIPE: [*OURS["dflash"], "optim.lr=3e-3"],
