@@ -53,7 +53,7 @@ def make(target: MicroTarget, **options: object) -> Drafter:
     counts = torch.arange(target.info.vocab_size).flip(0) + 100 * (
         torch.arange(target.info.vocab_size) % 3 == 0
     )
-    config = Config(**{"ttt_steps": 3, **options})
+    config = Config(**{"ttt_steps": 3, "decay": 0.8, **options})
     drafter = new_drafter(
         "eagle3", config, target.info, target.weights, seed=0, token_counts=counts
     )
