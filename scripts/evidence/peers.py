@@ -5,15 +5,14 @@
 
 PYTHON is an interpreter that has speculators. Both sides read the same documents of the same target
 for the same number of passes, 1,024 tokens a step, with drafters of the same number of layers,
-blocks or depths, in the same dtype. Both read the target's features from a store. The
-library keeps its own recipe (the layers of the target that it reads, its loss, optimiser, schedule,
-norms, and what it trains: P-EAGLE its embedding, and of the documents the target's answers); ours
-is that of conf/head with the overrides `OURS`. Both sweep the same learning rates (the library for
-Muon and for AdamW alike): the two in the middle of `RATES`, and those beyond the better one until
-one is worse. Each keeps the rate with the best mean tau on the validation prompts at temperatures 0
-and 1. That rate is trained with two further seeds. Our decoder decodes the three drafters of both
-sides on other prompts: chains of 3, 5 and 7, at temperature 0 and at 1, there by every rule that
-keeps the target's distribution.
+blocks or depths, in the same dtype. Both read the target's features from a store. The library keeps
+its own recipe (the layers of the target that it reads, its loss, optimiser, schedule and norms, and
+of the documents the target's answers in its loss); ours is that of conf/head with the overrides
+`OURS`. Both sweep the same learning rates (the library for Muon and for AdamW alike): the two in
+the middle of `RATES`, and those beyond the better one until one is worse. Each keeps the rate with
+the best mean tau on the validation prompts at temperatures 0 and 1. That rate is trained with two
+further seeds. Our decoder decodes the three drafters of both sides on other prompts: chains of 3, 5
+and 7, at temperature 0 and at 1, there by every rule that keeps the target's distribution.
 
 The library's own validation loss, on the target's greedy answers to the validation prompts, is
 recorded for each of its rates. A best rate at the edge of the grid is marked: a rate beyond may be
@@ -84,11 +83,12 @@ PROMPTS_TOO = "train.context_weight=1"
 """The tokens of prompts are in the loss too; the library's has those of answers alone."""
 LIBRARY, CONTROL = "speculators", "speculators_control"
 """The library's side, and its control, which has the prompts or anchors that ours has."""
+THEIR_NORMS = ["head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true"]
+THEIR_SCHEDULE = ["schedule.kind=linear", "schedule.min_ratio=0", "optim.weight_decay=0.1"]
 OURS: dict[str, list[str]] = {
     "eagle3": [
         *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
-        *("head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true"),
-        *("schedule.kind=linear", "schedule.min_ratio=0", "optim.weight_decay=0.1"),
+        *(*THEIR_NORMS, *THEIR_SCHEDULE),
     ],
     "dflash": [
         *("head=dflash", ALL_ANCHORS, SMALL_START),
@@ -98,7 +98,10 @@ OURS: dict[str, list[str]] = {
         *("head=dspark", "head.block_size=8", ALL_ANCHORS, SMALL_START),
         *("head.ce=0", "head.kl=0.5", "head.tv=0.9"),
     ],
-    "peagle": ["head=peagle", "head.num_layers=4", "head.depths=8", SMALL_START, PROMPTS_TOO],
+    "peagle": [
+        *("head=peagle", "head.num_layers=4", "head.depths=8", "head.own_embedding=true"),
+        *(SMALL_START, PROMPTS_TOO, *THEIR_NORMS, *THEIR_SCHEDULE),
+    ],
 }
 """Kind -> its overrides, except for the rate and the seed."""
 BLOCK_KINDS = ("dflash", "dspark")
