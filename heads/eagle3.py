@@ -47,7 +47,7 @@ class Config(TapConfig, LayerConfig):
     """Feed the normalised output to the next step (EAGLE-3.1), not the residual stream."""
     ttt_steps: Depth = 3
     """Steps unrolled in training, which is the deepest drafted token that is trained (7 in EAGLE-3,
-    4 in 3.1). Later steps are drafted as the last one is."""
+    4 in 3.1). Drafts may be deeper."""
     decay: Fraction = 1.0
     """Step k (1-based) has the weight decay^(k-1) in the loss (0 < decay <= 1)."""
     num_anchors: Rows | None = None

@@ -33,7 +33,8 @@ BLOCKS = ["dflash", "dspark", "domino"]
 
 def prepared(name: str) -> tuple[Any, TrainBatch]:
     target = micro_target()
-    drafter = build(name, target)
+    everywhere = {"num_anchors": 1000} if name in BLOCKS else {}
+    drafter = build(name, target, changes=everywhere)
     return drafter, packed_batch(target, drafter.needs, [DOCUMENTS, DOCUMENTS[::-1]])
 
 
