@@ -138,7 +138,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "equal_weights": ["head.beta=1.0"],
         "unrolled_7": ["head.depths=7"],
         "prompts": [PROMPTS_TOO],
-        **START,
+        "initial_std_0.02": [SMALL_START],
     },
     **{
         kind: {RECIPE: [f"head={kind}", "optim.lr=1e-2"], "prompts": [PROMPTS_TOO]}
