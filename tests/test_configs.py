@@ -164,6 +164,8 @@ def test_a_real_recipe_builds_its_drafter(recipe: str) -> None:
     assert settings.engine.name == "deepspeed"
     assert settings.engine.precision == "bfloat16"
     assert settings.train.global_batch % (settings.train.micro_batch * 8) == 0  # eight GPUs
+    if settings.head.kind == "eagle3":  # as EAGLE-3 was published, whatever the defaults are
+        assert (settings.head.config.ttt_steps, settings.head.config.decay) == (7, 0.8)
     tree = settings.decode.tree()
     assert tree.max_depth <= getattr(settings.head.config, "num_heads", tree.max_depth)
     assert tree.max_depth <= getattr(settings.head.config, "ttt_steps", tree.max_depth)

@@ -25,7 +25,7 @@ from heads.api.errors import UserError
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell
-from scripts.evidence.peers import OURS, PROMPTS_TOO, SMALL_START
+from scripts.evidence.peers import DIVERGENCES, FALL, OURS, PROMPTS_TOO, SMALL_START
 from scripts.evidence.small_targets import (
     PLACES,
     SEEDS,
@@ -54,7 +54,6 @@ FORMATS = {f"features_{form}": [f"features.format={form}"] for form in ("bf16", 
 START = {"initial_std_0": ["head.initial_std=0"], "initial_std_0.005": ["head.initial_std=0.005"]}
 """The largest standard deviation of random initial weights: without a limit, and a small one; 0.02
 in the recipes."""
-FALL = ["schedule.kind=linear", "schedule.min_ratio=0"]
 COSINE = ["schedule.kind=cosine", "schedule.min_ratio=0.1"]
 TAP_NORMS = ["head.tap_norm=true", "head.norm_before_fc=false"]
 PLAIN_RESIDUAL = ["head.norm_before_residual=false"]
@@ -89,7 +88,6 @@ RECIPE_ARMS: dict[str, list[str]] = {
 }
 """Further arms of DFlash and DSpark, whose trainings are cheaper than LiLiCorr's."""
 NONE = ["head.ce=0", "head.kl=0", "head.tv=0"]
-DIVERGENCES = [*NONE, "head.kl=0.5", "head.tv=0.9"]
 LOSSES: dict[str, list[str]] = {
     "cross_entropy": [*NONE, "head.ce=1"],
     "divergence": [*NONE, "head.kl=1"],

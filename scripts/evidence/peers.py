@@ -84,20 +84,18 @@ PROMPTS_TOO = "train.context_weight=1"
 LIBRARY, CONTROL = "speculators", "speculators_control"
 """The library's side, and its control, which has the prompts or anchors that ours has."""
 THEIR_NORMS = ["head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true"]
-THEIR_SCHEDULE = ["schedule.kind=linear", "schedule.min_ratio=0", "optim.weight_decay=0.1"]
+FALL = ["schedule.kind=linear", "schedule.min_ratio=0"]
+THEIR_SCHEDULE = [*FALL, "optim.weight_decay=0.1"]
+"""Norms and schedule of the library's EAGLE-3."""
+DIVERGENCES = ["head.ce=0", "head.kl=0.5", "head.tv=0.9"]
+"""The objective of our block drafters: half KL, and total variation."""
 OURS: dict[str, list[str]] = {
     "eagle3": [
         *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
         *(*THEIR_NORMS, *THEIR_SCHEDULE),
     ],
-    "dflash": [
-        *("head=dflash", ALL_ANCHORS, SMALL_START),
-        *("head.ce=0", "head.kl=0.5", "head.tv=0.9"),
-    ],
-    "dspark": [
-        *("head=dspark", "head.block_size=8", ALL_ANCHORS, SMALL_START),
-        *("head.ce=0", "head.kl=0.5", "head.tv=0.9"),
-    ],
+    "dflash": [*("head=dflash", ALL_ANCHORS, SMALL_START, *DIVERGENCES)],
+    "dspark": [*("head=dspark", "head.block_size=8", ALL_ANCHORS, SMALL_START, *DIVERGENCES)],
     "peagle": [
         *("head=peagle", "head.num_layers=4", "head.depths=8", "head.own_embedding=true"),
         *(SMALL_START, PROMPTS_TOO, *THEIR_NORMS, *THEIR_SCHEDULE),
@@ -284,8 +282,8 @@ def named(rows: Sequence[Facts], target: str, kind: str) -> list[Facts]:
 
 
 def swept(rates: Sequence[float], score: Callable[[float], float]) -> dict[float, float]:
-    """The scores of the two middle ones of some rates, in order, and of those beyond the better one
-    until one is worse: all of them, if the score has one maximum and that is beyond."""
+    """The scores of the two middle ones of some ascending rates, and of those beyond the better one
+    until one is worse. If the score has one maximum over `rates`, it is among them."""
     middle = len(rates) // 2
     found = {rate: score(rate) for rate in rates[middle - 1 : middle + 1]}
     below, above = found

@@ -320,8 +320,8 @@ EARLIER = Path(__file__).with_name("earlier")
 objects."""
 LOOP = ["debug=fast", "experiment=embedded_loop", "head=eagle3", "run.name=r", "train.max_steps=4"]
 LOOP += ["train.micro_batch=2", "decode.depth=3"]  # what debug=fast set then
-LOOP += ["optim=adamw", "train.save_every=20", "engine.precision=bfloat16"]  # the recipe's then
-LOOP += ["head.initial_std=0"]
+# the recipe's then
+LOOP += ["optim=adamw", "train.save_every=20", "engine.precision=bfloat16", "head.initial_std=0"]
 
 
 def test_a_folder_of_an_earlier_version_is_continued_and_not_refused(in_folder: Path) -> None:
