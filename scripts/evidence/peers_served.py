@@ -1,7 +1,7 @@
 """Serves drafters of both sides of a comparison with `speculators` by vLLM (peers.py).
 
-The library's drafter is served from the folder that the library saved, ours from our export. The
-engine's acceptance is compared with that of our decoder, which peers.py reports: chains of
+The library's drafter is served from the folder that the library saved and once more from our export
+of our import of it (`AGAIN`), ours from our export. The engine's acceptance is compared with that of our decoder, which peers.py reports: chains of
 `DEPTH`, temperature 0. DSpark needs vLLM's V2 runner, which on a CPU runs under Triton's
 interpreter, and answers few prompts, shortly.
 """
@@ -30,12 +30,18 @@ DEPTH = 7
 ANSWERED = LiveConfig(prompts_per_domain=4, max_new_tokens=96, batches=(1,), seconds=3600.0)
 """The prompts of a kind that vLLM's default runner serves."""
 INTERPRETED_KINDS = ("dspark",)
+AGAIN = "speculators, exported again"
+CAUSAL = (
+    "vLLM runs the blocks of the library's own DFlash folders causally: it applies their "
+    "`sliding_window_non_causal: false` to layers with full attention too, which the library "
+    "trains in both directions. Exported again, they run as they were trained."
+)
 
 
 def serve_both(
     python: str, place: Place, target: TargetModel, kind: str, ours: Path, theirs: Path
 ) -> list[Facts]:
-    """A row for each side.
+    """A row for each side, and one for our export of theirs.
 
     python: of an environment with vLLM; ours: a checkpoint; theirs: a folder that the library
     saved. Raises `UserError` if vLLM cannot be run; if it refuses a drafter, the row's `problems`
@@ -43,12 +49,15 @@ def serve_both(
     """
     with TemporaryDirectory(prefix="peers-served") as scratch:
         bench = Bench(TargetConfig(path=str(place.target)), target, Path(scratch))
-        out = bench.scratch / "ours"
-        bench.write(ours, out)
-        both = [
-            chain_of(replace(live.read_served(out, target), name="ours")),
-            chain_of(bench.saved(theirs, "speculators")[0]),
-        ]
+        saved, imported = bench.saved(theirs, "speculators")
+
+        def exported(checkpoint: Path, name: str) -> Served:
+            out = bench.scratch / f"exported-{name}"
+            bench.write(checkpoint, out)
+            return replace(live.read_served(out, target), name=name)
+
+        served = [exported(ours, "ours"), saved, exported(imported, AGAIN)]
+        chains = [chain_of(one) for one in served]
         slow = kind in INTERPRETED_KINDS
         config = replace(ANSWERED, python=python)
         if slow:
@@ -60,7 +69,7 @@ def serve_both(
         if slow:
             room = POSITIONS - 2 * SHORT
             requests = [request for request in requests if len(request.tokens) < room]
-        rows = live.live_check(target, both, requests, process, config.batches, positions)
+        rows = live.live_check(target, chains, requests, process, config.batches, positions)
     return [{"kind": kind, "side": row.name, **row.to_dict()} for row in rows]
 
 
@@ -83,14 +92,17 @@ def served_lines(rows: list[Facts]) -> list[str]:
             continue
         figures = [f"{row['tau_engine']:.3f}", f"{row['tau_ours']:.3f}"]
         table.append([*first, f"{row['identical']}/{row['sequences']}", *figures, notes])
+    causal = ["", CAUSAL] if any(row["kind"] == "dflash" for row in rows) else []
     return [
         "## Served by vLLM",
         "",
         f"The first seed's drafters in {rows[0]['engine']}, float32, temperature 0, {DEPTH} "
         "drafted tokens a step: the library's from the folder that it saved, ours from its export. "
         "**identical**: answers that are the engine's own plain answers. **tau**: the engine's "
-        "definition (1 + accepted drafts / drafting steps), on the same prompts. DSpark: fewer and "
-        "shorter answers, because vLLM's V2 runner is interpreted on a CPU.",
+        "definition (1 + accepted drafts / drafting steps), on the same prompts. **exported "
+        "again**: our export of our import of the library's drafter. DSpark: fewer and shorter "
+        "answers, because vLLM's V2 runner is interpreted on a CPU.",
+        *causal,
         "",
         *markdown_table(header, table),
         "",

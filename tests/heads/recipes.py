@@ -138,7 +138,7 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"dependency": "lilicorr", "correlator": {"layers": 0}},
         {"dependency": "lilicorr", "correlator": {"scale": 0.0}},
         {"convolution": True, "conv_group_size": 7},
-        {"ce": 0.0},
+        {"kl": 0.0, "tv": 0.0},
         {"kl": -1.0},
         {"depth_weights": "late"},
         {"gamma": -1.0},

@@ -289,7 +289,7 @@ def test_refused_drafts_leave_nothing_behind(target: MicroTarget) -> None:
 
 
 def test_loss_is_the_weighted_sum_over_blocks_and_depths(target: MicroTarget) -> None:
-    drafter = make(target, ce=0.3, kl=0.7, gamma=3.0)
+    drafter = make(target, ce=0.3, kl=0.7, tv=0.4, gamma=3.0)
     batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
     logits = drafter.train_logits(batch, drafter.depths)
     expected, counts = torch.zeros((), dtype=torch.float64), [0] * drafter.depths
@@ -307,8 +307,9 @@ def test_loss_is_the_weighted_sum_over_blocks_and_depths(target: MicroTarget) ->
                         batch.last_hidden[row, first + t + k]
                     ).log_softmax(-1)
                     kl = (log_p.exp() * (log_p - log_q)).sum()
+                    tv = (log_p.exp() - log_q.exp()).abs().sum() / 2
                     expected += math.exp(-(k - 1) / 3) * (
-                        0.7 * kl - 0.3 * log_q[document[t + k + 1]]
+                        0.7 * kl + 0.4 * tv - 0.3 * log_q[document[t + k + 1]]
                     )
                     counts[k - 1] += 1
             first += len(document)

@@ -33,6 +33,8 @@ POSITIONS_PER_BLOCK = 4
 class Config(SizeConfig):
     """Configuration of a block drafter. Sizes of 0 are taken from the target."""
 
+    initial_std: Weight = 0.02
+    """As in `SizeConfig`."""
     block_size: DepthFromTwo = 8
     """Number of slots b of a block, including the root's (>= 2)."""
     sample_from_anchor: bool = False
@@ -79,11 +81,11 @@ class Config(SizeConfig):
     num_anchors: Rows | None = None
     """Blocks per training row, drawn among all positions where a response continues; null: a
     quarter as many as a row has positions."""
-    ce: Weight = 1.0
+    ce: Weight = 0.0
     """Weight of the cross entropy against the answer's tokens."""
-    kl: Weight = 0.0
+    kl: Weight = 0.5
     """Weight of KL(target || drafter)."""
-    tv: Weight = 0.0
+    tv: Weight = 0.9
     """Weight of the total variation distance, which is half of the L1 distance."""
     lk: Weight = 0.0
     """Weight of -log(acceptance rate), the LK loss."""
