@@ -1,9 +1,9 @@
 """Serves drafters of both sides of a comparison with `speculators` by vLLM (peers.py).
 
 The library's drafter is served from the folder that the library saved and once more from our export
-of our import of it (`AGAIN`), ours from our export. The engine's acceptance is compared with that of our decoder, which peers.py reports: chains of
-`DEPTH`, temperature 0. DSpark needs vLLM's V2 runner, which on a CPU runs under Triton's
-interpreter, and answers few prompts, shortly.
+of our import of it (`AGAIN`), ours from our export. The engine's acceptance is compared with that
+of our decoder, which peers.py reports: chains of `DEPTH`, temperature 0. DSpark needs vLLM's V2
+runner, which on a CPU runs under Triton's interpreter, and answers few prompts, shortly.
 """
 
 from __future__ import annotations
