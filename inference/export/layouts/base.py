@@ -38,6 +38,10 @@ from inference.manifest import file_sha256
 from inference.target import loading
 from inference.target.revision import revision_of
 
+CHAIN = 4
+"""Drafted tokens per step of a drafter that drafts token by token, at least, unless the export sets
+another number."""
+
 Shapes = dict[str, tuple[int, ...]]
 """Tensor names and their shapes."""
 INTEGERS = ("d2t", "t2d", "pard_token")

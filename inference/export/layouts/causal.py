@@ -29,8 +29,6 @@ OUTPUT_BIAS = "model.layers.{}.self_attn.o_proj.bias"
 do not have it."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-DEPTH = 4
-"""Drafts per step of a distilled drafter, unless the export sets another number."""
 
 
 def read_sizes(folder: Folder) -> tuple[LayerShape, int]:
@@ -90,7 +88,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     if family != "llama":
         written.config["use_sliding_window"] = False
     pard = "pard_token" in ours
-    tokens = options.tokens or (config.depth if pard else DEPTH)
+    tokens = options.tokens or (config.depth if pard else base.CHAIN)
     written.speculative = {"method": "draft_model", "num_speculative_tokens": tokens}
     if pard:
         written.config["pard_token"] = int(ours["pard_token"])

@@ -19,8 +19,6 @@ from inference.export.layouts.base import Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Receiver
 
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
-DEPTH = 4
-"""Drafts per step unless the training or the export sets another number."""
 OTHER_FIRST_NORMS = (
     "layers.0.input_layernorm.weight",
     "layers.0.hidden_norm.weight",
@@ -66,7 +64,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         **llama.block_config(shape, info, 1, base.own_rope(checkpoint, target)),
         "bias": sglang,
     }
-    tokens = options.tokens or max(DEPTH, config.align_steps)
+    tokens = options.tokens or max(base.CHAIN, config.align_steps)
     return Written(described, tensors, {"method": "eagle", "num_speculative_tokens": tokens})
 
 

@@ -125,7 +125,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     first = "layers.0." if parallel else "midlayer."
     table = rows(described, info, checkpoint.folder, parallel=parallel, first=first)
     tensors = base.give(table, ours, left=("mask_embedding", EMBEDDING) if parallel else ())
-    tokens = options.tokens or (config.depths if parallel else config.ttt_steps)
+    tokens = options.tokens or (config.depths if parallel else max(base.CHAIN, config.ttt_steps))
     written = Written(described, tensors, {"method": "eagle3", "num_speculative_tokens": tokens})
     if parallel:
         written.speculative["parallel_drafting"] = True

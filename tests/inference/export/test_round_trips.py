@@ -216,6 +216,12 @@ def test_an_unused_token_lies_behind_the_last_id_even_if_ids_have_gaps() -> None
     assert Target.unused_token(target, -1) == 10
 
 
+def test_a_short_training_does_not_shorten_the_drafts(target: TargetModel, tmp_path: Path) -> None:
+    mine = save(target, "eagle3", tmp_path / "mine")  # three unrolled steps
+    facts = write(target, mine, tmp_path / "out", "vllm")
+    assert facts.speculative_config["num_speculative_tokens"] == 4
+
+
 def test_another_target_an_existing_folder_and_a_telling_path_are_refused(
     target: TargetModel, tmp_path: Path
 ) -> None:
