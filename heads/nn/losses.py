@@ -170,7 +170,7 @@ def jensen_shannon(logits: Tensor, target_logits: Tensor, beta: float) -> Tensor
 @full_precision
 def total_variation(logits: Tensor, target_logits: Tensor) -> Tensor:
     """TV(p, q) = 1 - sum min(p, q) per position [M], 1 - the acceptance rate of rejection."""
-    return 0.5 * (_log_softmax(logits).exp() - _log_softmax(target_logits).exp()).abs().sum(-1)
+    return 0.5 * (probabilities_of(logits) - probabilities_of(target_logits)).abs().sum(-1)
 
 
 @full_precision
