@@ -93,9 +93,10 @@ def report(given: argparse.Namespace) -> None:
         return
     content = collect(given.run) | {"experiment_rows": experiment_rows()}
     former = read_json(REPORTS / "families.json")
+    grown, other = grown_trees(given.run), former.get("grown_trees", {})
     if given.keep:
-        content = keep(content, former)
-    content["grown_trees"] = grown_trees(given.run) or former.get("grown_trees", {})
+        content, grown = keep(content, former), keep_grown(grown, other)
+    content["grown_trees"] = grown or other
     write_report(REPORTS / "families", content, markdown(content))
     bars = {}
     for row in by_tau(content):
@@ -184,6 +185,14 @@ def keep(content: Facts, former: Facts) -> Facts:
         if ways and row["trainings"]:
             row["trained_otherwise"] = not any(alike(trained_as(row), way) for way in ways)
     return {**content, "rows": [*content["rows"], *kept]}
+
+
+def keep_grown(grown: Facts, former: Facts) -> Facts:
+    """The comparison with the rows of a former report's that it lacks, if both have the same
+    settings."""
+    if not grown or not former or grown["settings"] != former["settings"]:
+        return grown
+    return {**grown, "rows": {**former["rows"], **grown["rows"]}}
 
 
 def trained_as(row: Facts) -> tuple[object, ...]:

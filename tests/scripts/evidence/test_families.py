@@ -101,6 +101,11 @@ def test_trees_of_one_pass_stand_beside_dynamic_ones(tmp_path: Path) -> None:
     first, second = [line for line in table.splitlines() if line.startswith("| ")][1:3]
     assert first == "| good | 4.00 [3.00, 4.50] | 4.25 [3.25, 4.75] |"
     assert second == "| slow | 3.00 [3.00, 4.50] | 3.25 [3.25, 4.75] |"
+    former = {**found, "rows": {"good": {}, "earlier": {}}}
+    kept = families.keep_grown(found, former)
+    assert kept == {**found, "rows": {**found["rows"], "earlier": {}}}
+    assert families.keep_grown(found, {**former, "settings": {"prompts": 1}}) == found
+    assert families.keep_grown({}, former) == {}
     report["drafters"].pop()
     (run / "dartree" / "report.json").write_text(json.dumps(report))
     with pytest.raises(UserError, match="different drafters or settings"):
