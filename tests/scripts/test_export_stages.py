@@ -50,7 +50,7 @@ def test_a_drafter_goes_out_is_checked_and_comes_in_again(
     out = run / "outputs" / "demo" / "export" / "eagle3_plain" / "vllm"
     said = capsys.readouterr().out
     assert f"eagle3 for vllm (eagle3): {out}" in said
-    assert '"num_speculative_tokens": 3' in said
+    assert '"num_speculative_tokens": 4' in said
     assert main(command(run, "verify-export", f"verify.dir={out}")) == 0
     said = capsys.readouterr().out
     assert "nothing wrong found" in said
