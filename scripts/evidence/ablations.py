@@ -96,8 +96,9 @@ LOSSES: dict[str, list[str]] = {
     "annealed_lk": [*NONE, "head.annealed_lk=1"],
 }
 """Objectives of a block drafter."""
-OTHER_BLOCKS = ("jetspec", "domino", "dflash2", "treeflash", "dflare")
+OTHER_BLOCKS = ("jetspec", "domino", "dflash2", "treeflash")
 """Block drafters that peers.py does not compare; their recipes have the published objectives."""
+BLOCK_RECIPE = ["head.num_anchors=128", SMALL_START, "optim.lr=3e-3"]
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
         RECIPE: [*OURS["eagle3"], "optim.lr=3e-3"],
@@ -163,11 +164,16 @@ STUDIES: dict[str, dict[str, list[str]]] = {
     },
     **{
         kind: {
-            RECIPE: [f"head={kind}", "head.num_anchors=128", SMALL_START, "optim.lr=3e-3"],
+            RECIPE: [f"head={kind}", *BLOCK_RECIPE],
             "divergences": DIVERGENCES,
             **START,
         }
         for kind in OTHER_BLOCKS
+    },
+    "dflare": {
+        RECIPE: ["head=dflare", *BLOCK_RECIPE, *DIVERGENCES],
+        "cross_entropy": LOSSES["cross_entropy"],
+        **START,
     },
     "lilicorr": {
         RECIPE: ["head=lilicorr", "head.num_anchors=64", SMALL_START, "optim.lr=5e-3"],
