@@ -163,11 +163,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "base_share": ["head.base_share_start=0.5", "head.base_share_end=0.5"],
     },
     **{
-        kind: {
-            RECIPE: [f"head={kind}", *BLOCK_RECIPE],
-            "divergences": DIVERGENCES,
-            **START,
-        }
+        kind: {RECIPE: [f"head={kind}", *BLOCK_RECIPE], "divergences": DIVERGENCES, **START}
         for kind in OTHER_BLOCKS
     },
     "dflare": {
