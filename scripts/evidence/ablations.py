@@ -99,6 +99,7 @@ LOSSES: dict[str, list[str]] = {
 OTHER_BLOCKS = ("jetspec", "domino", "dflash2", "treeflash")
 """Block drafters that peers.py does not compare; their recipes have the published objectives."""
 BLOCK_RECIPE = ["head.num_anchors=128", SMALL_START, "optim.lr=3e-3"]
+"""Overrides of these recipes and of DFlare's."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
         RECIPE: [*OURS["eagle3"], "optim.lr=3e-3"],

@@ -6,8 +6,8 @@ every row (if there are several learning rates, the one with the best tau on the
 counts) and four measurements of all rows on the same held-out prompts: chain and tree, at
 temperature 0 and 1. The run may have measured only some rows; the page names those of the
 experiment that are missing. --page writes only the page again, from families.json, after
-scripts.evidence.throughput has measured. --keep keeps the rows of the report that the run lacks, so
-that a row can be added or measured again without the others (`headstart loop experiment=families
+scripts.evidence.throughput has measured. --keep keeps the rows of both tables that the run lacks,
+so that a row can be added or measured again without the others (`headstart loop experiment=families
 loop.only=[ROW] measure.kinds=[]`); kept rows that were trained with another optimiser, or for
 another number of steps or tokens a step, are marked.
 

@@ -34,7 +34,8 @@ class Config(SizeConfig):
     """Configuration of a block drafter. Sizes of 0 are taken from the target."""
 
     initial_std: Weight = 0.02
-    """As in `SizeConfig`."""
+    """Largest standard deviation of random initial weights, which otherwise is 1 / sqrt(inputs) of
+    a matrix; 0: no limit."""
     block_size: DepthFromTwo = 8
     """Number of slots b of a block, including the root's (>= 2)."""
     sample_from_anchor: bool = False

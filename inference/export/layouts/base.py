@@ -39,8 +39,8 @@ from inference.target import loading
 from inference.target.revision import revision_of
 
 CHAIN = 4
-"""Drafted tokens per step of a drafter that drafts token by token, at least, unless the export sets
-another number."""
+"""Drafted tokens per step of a distilled drafter, and at least of EAGLE and EAGLE-3, unless the
+export sets another number."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Tensor names and their shapes."""

@@ -53,6 +53,23 @@ def test_their_training_is_done_again_with_other_flags(
     assert len(done) == 3
 
 
+@pytest.mark.parametrize(
+    ("heads", "losses"),
+    [
+        (("dflash", "dspark", "dflare"), peers.DIVERGENCES),
+        (("domino", "dflash2", "treeflash", "lilicorr"), ["head.ce=1", "head.kl=0", "head.tv=0"]),
+        (("jetspec",), ["head.ce=0", "head.kl=1", "head.tv=0"]),
+    ],
+    ids=["divergences", "cross entropy", "KL"],
+)
+def test_block_drafters_have_the_losses_and_initial_values_that_were_measured_as_best(
+    heads: tuple[str, ...], losses: list[str]
+) -> None:
+    for head in heads:
+        default = settings_of("train", f"head={head}").head
+        assert default == settings_of("train", f"head={head}", *losses, peers.SMALL_START).head
+
+
 def test_p_eagle_has_the_same_sizes_on_both_sides(place: Place, tmp_path: Path) -> None:
     contest = Contest("python", place, tmp_path, 1, 1)
     head = settings_of("train", EXPERIMENT, *peers.OURS["peagle"]).head.config
