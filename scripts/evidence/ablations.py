@@ -4,7 +4,7 @@
         [--arms copied_layer adamw] [--rate 1e-2]
 
 Every arm of a study (`STUDIES`) is the study's recipe with some settings changed; a kind that
-peers.py compares has its recipe there. All arms are
+peers.py compares has its recipe from there. All arms are
 trained on the same answers for the same number of passes with every seed, and decoded on prompts
 that no training saw (--arms: only these arms, beside the recipe; --rate: another learning rate for
 all of them, such as a target's best one): chains of 7, at temperature 0 and, by block verification,
@@ -25,7 +25,16 @@ from heads.api.errors import UserError
 from inference.measure.metrics import Totals
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell
-from scripts.evidence.peers import DIVERGENCES, FALL, OURS, PROMPTS_TOO, SMALL_START
+from scripts.evidence.peers import (
+    DIVERGENCES,
+    EAGLE3,
+    FALL,
+    FEATURE_LOSS,
+    OURS,
+    PEAGLE,
+    PROMPTS_TOO,
+    SMALL_START,
+)
 from scripts.evidence.small_targets import (
     PLACES,
     SEEDS,
@@ -102,7 +111,7 @@ BLOCK_RECIPE = ["head.num_anchors=128", SMALL_START, "optim.lr=3e-3"]
 """Overrides of these recipes and of DFlare's."""
 STUDIES: dict[str, dict[str, list[str]]] = {
     "eagle3": {
-        RECIPE: [*OURS["eagle3"], "optim.lr=3e-3"],
+        RECIPE: [*EAGLE3, "optim.lr=3e-3"],
         "former": FORMER_EAGLE3,
         "adamw": ["optim=adamw", "optim.lr=1e-3"],
         "rate_5e-3": ["optim.lr=5e-3"],
@@ -127,6 +136,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "norms_of_3.1": [*TAP_NORMS, *PLAIN_RESIDUAL],
         "total_variation": ["head.tv=5"],
         "lk": ["head.lk=1"],
+        "feature_loss": [FEATURE_LOSS],
         **AVERAGES,
         **FORMATS,
     },
@@ -187,13 +197,15 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "candidates_8": ["head.selector_top_k=8"],
     },
     "peagle": {
-        RECIPE: [*OURS["peagle"], "optim.lr=1e-2"],
+        RECIPE: [*PEAGLE, "optim.lr=1e-2"],
         "adamw": ["optim=adamw", "optim.lr=3e-3"],
         "trained_lm_head": ["head.train_lm_head=true"],
+        "feature_loss": [FEATURE_LOSS],
     },
 }
 """Study -> arm -> overrides, where {last} is the target's last layer, {middle} half of its layers
-and {high} its third last tap. The first arm is the recipe; the others are added to it."""
+and {high} its third last tap. The first arm is the recipe; the others are added to it. The recipes
+of EAGLE-3 and P-EAGLE are those of peers.py without the feature loss, which is an arm."""
 
 
 def report(given: argparse.Namespace) -> None:

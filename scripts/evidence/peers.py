@@ -89,17 +89,21 @@ THEIR_SCHEDULE = [*FALL, "optim.weight_decay=0.1"]
 """Norms and schedule of the library's EAGLE-3."""
 DIVERGENCES = ["head.ce=0", "head.kl=0.5", "head.tv=0.9"]
 """The objective of our block drafters: half KL, and total variation."""
+FEATURE_LOSS = "head.feature_weight=1"
+"""EAGLE's feature loss beside the cross entropy."""
+EAGLE3 = [
+    *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
+    *(*THEIR_NORMS, *THEIR_SCHEDULE),
+]
+PEAGLE = [
+    *("head=peagle", "head.num_layers=4", "head.depths=8", "head.own_embedding=true"),
+    *(SMALL_START, PROMPTS_TOO, *THEIR_NORMS, *THEIR_SCHEDULE),
+]
 OURS: dict[str, list[str]] = {
-    "eagle3": [
-        *("head=eagle3", "head.ttt_steps=3", "head.decay=1.0", SMALL_START, PROMPTS_TOO),
-        *(*THEIR_NORMS, *THEIR_SCHEDULE),
-    ],
+    "eagle3": [*EAGLE3, FEATURE_LOSS],
     "dflash": [*("head=dflash", ALL_ANCHORS, SMALL_START, *DIVERGENCES)],
     "dspark": [*("head=dspark", "head.block_size=8", ALL_ANCHORS, SMALL_START, *DIVERGENCES)],
-    "peagle": [
-        *("head=peagle", "head.num_layers=4", "head.depths=8", "head.own_embedding=true"),
-        *(SMALL_START, PROMPTS_TOO, *THEIR_NORMS, *THEIR_SCHEDULE),
-    ],
+    "peagle": [*PEAGLE, FEATURE_LOSS],
 }
 """Kind -> its overrides, except for the rate and the seed."""
 BLOCK_KINDS = ("dflash", "dspark")

@@ -53,14 +53,19 @@ def project(attn: Any, x: Tensor, position: int) -> tuple[list[Tensor], list[Ten
     return [turn(each, position) for each in q], [turn(each, position) for each in k], v
 
 
-def judged(config: Any, teacher: Tensor, log_q: Tensor, column: int | None) -> Tensor:
+def judged(
+    config: Any, teacher: Tensor, log_q: Tensor, column: int | None, output: Tensor, state: Tensor
+) -> Tensor:
     """The loss of one prediction of a drafter over fused taps, from the target's logits [V'] and
-    the drafter's log-probabilities [V'] over the draft vocabulary, and the token's column there
-    (None: it has none)."""
+    the drafter's log-probabilities [V'] over the draft vocabulary, the token's column there (None:
+    it has none), the drafter's output [H] and the target's last hidden state [H]."""
     p, q, share = teacher.softmax(-1), log_q.exp(), config.hard_label_weight
     hard = 0.0 if column is None else -log_q[column]
     value = (1 - share) * -(p * log_q).sum() + share * hard
     overlap = torch.minimum(p, q).sum()
+    gap = (output - state).abs()
+    distance = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
+    value = value + config.feature_weight * distance
     return value + config.tv * (1 - overlap) - config.lk * overlap.log()
 
 

@@ -176,6 +176,7 @@ SENSELESS: dict[str, list[dict[str, Any]]] = {
         {"num_anchors": 0},
         {"shortlist": 1},
         {"shortlist": 8, "shortlist_rank": 17},
+        {"feature_weight": -1.0},
     ],
     "hydra_heads": [
         {"num_heads": 0},

@@ -40,6 +40,7 @@ VARIANTS = [
     {"draft_vocab_size": 26},
     {"num_key_value_heads": 4, "taps": (0, 5), "hard_label_weight": 0.25},
     {"draft_vocab_size": 26, "hard_label_weight": 0.5, "tv": 3.0, "lk": 0.7},
+    {"draft_vocab_size": 26, "feature_weight": 2.0},
 ]
 
 
@@ -144,13 +145,14 @@ def test_loss_equals_the_sum_over_steps_and_positions(target: MicroTarget, optio
             for (k, t), output in explicit_outputs(drafter, document, taps, 3).items():
                 if not 2 <= t + k + 1 < len(document):
                     continue
-                teacher = target.weights.logits(batch.last_hidden[row, first + t + k])
+                state = batch.last_hidden[row, first + t + k]
+                teacher = target.weights.logits(state)
                 log_q = (drafter.lm_head.weight @ output).log_softmax(-1)
                 count[k - 1] += 1
                 right[k - 1] += int(ids[log_q.argmax()] == teacher.argmax())
                 if teacher.argmax() in ids:
                     column = column_of(ids, document[t + k + 1])
-                    value = judged(drafter.config, teacher[ids], log_q, column)
+                    value = judged(drafter.config, teacher[ids], log_q, column, output, state)
                     expected += 0.8 ** (k - 1) * value
             first += len(document)
     output = drafter.loss(batch)
@@ -186,8 +188,9 @@ def restricted_loss(
         counts.append(float(share.sum()))
         right.append(0.0)
         for row, t in share.nonzero().tolist():
-            teacher = target.weights.logits(batch.last_hidden[row, t + k])
-            log_q = (drafter.lm_head.weight @ outputs[k - 1][row, t]).log_softmax(-1)
+            output, state = outputs[k - 1][row, t], batch.last_hidden[row, t + k]
+            teacher = target.weights.logits(state)
+            log_q = (drafter.lm_head.weight @ output).log_softmax(-1)
             weight = share[row, t]
             right[-1] += float(weight) * float(ids[log_q.argmax()] == teacher.argmax())
             if teacher.argmax() not in ids:
@@ -195,7 +198,7 @@ def restricted_loss(
             if batch.weights is not None:
                 weight = weight * batch.weights[row, t + k + 1] * batch.anchors[row, t + 1]
             column = column_of(ids, int(batch.tokens[row, t + k + 1]))
-            value = judged(drafter.config, teacher[ids], log_q, column)
+            value = judged(drafter.config, teacher[ids], log_q, column, output, state)
             total = total + 0.8 ** (k - 1) * weight * value
     return total, counts, right
 

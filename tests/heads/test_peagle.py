@@ -97,7 +97,8 @@ def test_one_pass_equals_plain_causal_sequences(target: MicroTarget, options: di
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"draft_vocab_size": 26, "hard_label_weight": 0.25, "tv": 2.0}]
+    "options",
+    [{}, {"draft_vocab_size": 26, "hard_label_weight": 0.25, "tv": 2.0}, {"feature_weight": 2.0}],
 )
 @pytest.mark.parametrize("keep", [1.0, 0.5])
 def test_loss_equals_the_sum_over_kept_anchors(
@@ -117,11 +118,12 @@ def test_loss_equals_the_sum_over_kept_anchors(
         wanted = batch.supervised(depth + 1) & kept
         counts.append(int(wanted.sum()))
         for row, t in wanted.nonzero().tolist():
-            teacher = target.weights.logits(batch.last_hidden[row, t + depth])
-            log_q = (drafter.lm_head.weight @ everywhere[depth - 1][row, t]).log_softmax(-1)
+            output, state = everywhere[depth - 1][row, t], batch.last_hidden[row, t + depth]
+            teacher = target.weights.logits(state)
+            log_q = (drafter.lm_head.weight @ output).log_softmax(-1)
             if teacher.argmax() in ids:
                 column = column_of(ids, int(batch.tokens[row, t + depth + 1]))
-                value = judged(drafter.config, teacher[ids], log_q, column)
+                value = judged(drafter.config, teacher[ids], log_q, column, output, state)
                 expected += 0.9 ** (depth - 1) * value
     output = drafter.loss(batch)
     torch.testing.assert_close(output.loss_sum, expected)

@@ -38,7 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pard", {"lk_annealed": 0.5}),
     ("jetspec", {"kl": 1.0, "tv": 0.5, "lk": 0.3, "annealed_lk": 0.2, "confidence": True}),
     ("dspark", {"kl": 1.0, "depth_weights": "d_pace"}),
-    ("eagle3", {"hard_label_weight": 0.3, "tv": 1.0, "lk": 0.5}),
+    ("eagle3", {"hard_label_weight": 0.3, "tv": 1.0, "lk": 0.5, "feature_weight": 1.0}),
     ("peagle", {"hard_label_weight": 0.3}),
     ("early_exit", {"hard_label_weight": 0.3}),
     ("hydra_heads", {"hard_label_weight": 0.5}),

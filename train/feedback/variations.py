@@ -17,11 +17,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.chat import render_prompt
 from inference.target.model import TargetModel
+from inference.terminal import make_console
 from train.feedback.build import AnswerSource, read_lines, write_lines
 from train.feedback.config import FeedbackConfig
 
@@ -154,7 +157,9 @@ def _write(
         batch_size=BATCH,
         max_new_tokens=config.variation_tokens,
     )
-    done = Engine(target, None, decode).run(requests)
+    columns = (TextColumn("variations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=make_console()) as progress:
+        done = [*progress.track(Engine(target, None, decode).run(requests), total=len(requests))]
     special = set(target.tokenizer.all_special_ids)
     for one in sorted(done, key=lambda completion: completion.request.index):
         number = one.request.index

@@ -29,7 +29,7 @@ from heads.kernels.reference.row_losses import (
     SOFT_CROSS_ENTROPY,
     TOTAL_VARIATION,
 )
-from heads.nn import init
+from heads.nn import init, losses
 from heads.nn.blocks import FusingLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
 from heads.nn.feature.reduced import ReducedDrafter
@@ -65,6 +65,9 @@ class TapConfig(base.SizeConfig):
     entropy."""
     lk: Weight = 0.0
     """Weight of -log(acceptance rate), the LK loss (2602.23881), beside the cross entropy."""
+    feature_weight: Weight = 0.0
+    """Weight of SmoothL1 between the normalised output and the target's last hidden state, averaged
+    over their H entries, beside the cross entropy (EAGLE's feature loss, 2401.15077)."""
     shortlist: Size = 0
     """Number of tokens whose logits are exact at a step, chosen by cheap scores of the whole draft
     vocabulary (SpecVocab); 0: all."""
@@ -167,7 +170,7 @@ class TapDrafter(ReducedDrafter):
         self, batch: TrainBatch, outputs: Tensor, states_at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss [K, M] of normalised outputs [K, M, H] against the target, of the whole LM head: the
-        cross entropy, and `tv` and `lk` of the configuration.
+        cross entropy, and `tv`, `lk` and `feature_weight` of the configuration.
 
         States whose best target token cannot be drafted carry no loss and count as wrong. The
         scores of a shortlist are trained with the same loss, which reaches no other weights; a
@@ -185,6 +188,12 @@ class TapDrafter(ReducedDrafter):
             values = torch.lerp(values, found[CROSS_ENTROPY].masked_fill(~said, 0.0), share)
         for name, weight in added.items():
             values = values + weight * found[name]
+        if self.config.feature_weight > 0:
+            assert batch.last_hidden is not None, "the teacher's logits come from it"
+            # without gradient: in joint training the states have a graph
+            true = batch.last_hidden.detach().flatten(0, 1)[states_at]
+            distance = losses.feature_distance(outputs, true)
+            values = values + self.config.feature_weight * distance
         right = (found.best == best) & known
         if self.shortlist is not None:
             scores = self.shortlist.scores(outputs.detach())
