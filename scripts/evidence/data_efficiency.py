@@ -416,7 +416,7 @@ def loop_lines(kinds: Facts) -> list[str]:
                 f"validation prompts and is measured; turned off on the way: "
                 f"{', '.join(off) or 'nothing'}."
             )
-    return lines
+    return [*lines, ""] if lines else []
 
 
 def markdown(content: Facts) -> list[str]:
@@ -463,11 +463,12 @@ def markdown(content: Facts) -> list[str]:
         "# Answers against tau",
         "",
         f"Trainings on the first answers of {settings['pool']:,} to different prompts of the "
-        f"embedded target, {settings['passes']} passes each, {len(settings['seeds'])} seeds; "
-        f"chains of {settings['depth']} at temperature 0 on {settings['prompts']} prompts that no "
-        "training saw. Intervals: 95% bootstrap over prompts and seeds. A doubling is the factor "
-        "on tau - 1 from so many answers to twice as many, by the form of the curve that is "
-        f"printed bold below. Made by `{content['command']}`; all figures: data_efficiency.json.",
+        f"embedded target, {settings['passes']} passes each, with the seeds "
+        f"{', '.join(map(str, settings['seeds']))}; chains of {settings['depth']} at temperature 0 "
+        f"on {settings['prompts']} prompts that no training saw. Intervals: 95% bootstrap over "
+        "prompts and seeds. A doubling is the factor on tau - 1 from so many answers to twice as "
+        "many, by the form of the curve that is printed bold below. Made by "
+        f"`{content['command']}`; all figures: data_efficiency.json.",
         "",
         *markdown_table(
             ["kind", "answers", "steps", "training tokens", "tau", "a doubling"], points
@@ -477,9 +478,17 @@ def markdown(content: Facts) -> list[str]:
         "",
         *markdown_table(["kind", "form", "rate", "limit of tau", "squares left"], fits),
         "",
+        *(arm_lines(arms, settings["beyond"]) if arms else []),
+        *loop_lines(kinds),
+    ]
+
+
+def arm_lines(arms: Sequence[Sequence[str]], beyond: float) -> list[str]:
+    """The table of the arms, and what its columns are."""
+    return [
         "Other ways to spend the training tokens of the second size. The ratio of (tau - 1) is to "
         "that size's own trainings; worth: the answers for which the curve has this tau, at most "
-        f"{settings['beyond']:g} times as many as were measured, and the same over the answers "
+        f"{beyond:g} times as many as were measured, and the same over the answers "
         "whose passes have as many training tokens.",
         "",
         *markdown_table(
@@ -495,8 +504,6 @@ def markdown(content: Facts) -> list[str]:
             ],
             arms,
         ),
-        "",
-        *loop_lines(kinds),
         "",
     ]
 
