@@ -8,7 +8,7 @@ temperature 0 and 1. The run may have measured only some rows; the page names th
 experiment that are missing. --page writes only the page again, from families.json, after
 scripts.evidence.throughput has measured. --keep keeps the rows of both tables that the run lacks,
 so that a row can be added or measured again without the others (`headstart loop experiment=families
-loop.only=[ROW] measure.kinds=[]`); kept rows that were trained with another optimiser, or for
+loop.only=[ROW] measure.kinds=[]`). Rows that were trained with another optimiser than most, or for
 another number of steps or tokens a step, are marked.
 
 A second table compares DARTree's trees with dynamic trees of as many nodes, for the kinds that
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def report(given: argparse.Namespace) -> None:
     if given.keep:
         content, grown = keep(content, former), keep_grown(grown, other)
     content["grown_trees"] = grown or other
+    mark_others(content["rows"])
     write_report(REPORTS / "families", content, markdown(content))
     bars = {}
     for row in by_tau(content):
@@ -177,14 +179,17 @@ def collect(folder: Path, made_by: str = COMMAND) -> Facts:
 
 def keep(content: Facts, former: Facts) -> Facts:
     """The content with the rows of a former report that it lacks (see `keep_rows`). A speedup is a
-    ratio within one run; the baseline of the report is that of its latest run. Kept rows that were
-    trained otherwise than the trained rows of the run are marked."""
+    ratio within one run; the baseline of the report is that of its latest run."""
     kept = keep_rows(content, former, "families.json")
-    ways = [trained_as(row) for row in content["rows"] if row["trainings"]]
-    for row in kept:
-        if ways and row["trainings"]:
-            row["trained_otherwise"] = not any(alike(trained_as(row), way) for way in ways)
     return {**content, "rows": [*content["rows"], *kept]}
+
+
+def mark_others(rows: Sequence[Facts]) -> None:
+    """Mark the trained rows that were not trained as most of them were."""
+    trained = [row for row in rows if row["trainings"]]
+    ways = Counter(trained_as(row) for row in trained)
+    for row in trained:
+        row["trained_otherwise"] = not alike(trained_as(row), ways.most_common(1)[0][0])
 
 
 def keep_grown(grown: Facts, former: Facts) -> Facts:

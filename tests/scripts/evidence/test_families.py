@@ -125,7 +125,7 @@ def test_columns_above_temperature_0_name_their_rule() -> None:
     ]
 
 
-def test_kept_rows_that_were_trained_otherwise_are_marked(tmp_path: Path) -> None:
+def test_rows_that_were_trained_otherwise_than_most_are_marked(tmp_path: Path) -> None:
     content = families.collect(run_folder(tmp_path))
     (good,) = (row for row in content["rows"] if row["name"] == "good")
     training = good["trainings"][0]
@@ -133,11 +133,13 @@ def test_kept_rows_that_were_trained_otherwise_are_marked(tmp_path: Path) -> Non
     training["optimiser"] = "adamw"
     rows = [
         good | {"name": "alike"},
+        good | {"name": "alike too"},
         good | {"name": "unknown", "trainings": [before]},  # of a report without the optimiser
         good | {"name": "shorter", "trainings": [training | {"steps": 3}]},
         good | {"name": "other", "trainings": [training | {"optimiser": "muon"}]},
     ]
     found = families.keep(content, {**content, "rows": [*content["rows"], *rows]})
+    families.mark_others(found["rows"])
     marks = {row["name"]: row.get("trained_otherwise", False) for row in found["rows"]}
     assert [name for name, marked in marks.items() if marked] == ["shorter", "other"]
     page = "\n".join(families.markdown(found))
