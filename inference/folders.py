@@ -91,7 +91,13 @@ TRAINING = (
 )
 WRITTEN = {
     "generate": ("generate.json", "failures.jsonl", "parts/*.parquet", ".lock", *ANSWERS),
-    "feedback": ("hard_prompts.jsonl", "branches.jsonl", "variations.jsonl", *ANSWERS),
+    "feedback": (
+        "hard_prompts.jsonl",
+        "branches.jsonl",
+        "variations.jsonl",
+        "variations.partial.jsonl",
+        *ANSWERS,
+    ),
     "features": ("store.json", "shards/rows-*", "index/rows-*", "claims/rows-*", ".lock"),
     "train": TRAINING,
     "measure": (

@@ -167,8 +167,8 @@ FOLDERS = "inference/folders.py"
 REPLACE_FILES = {
     "heads/api/adapter.py",
     "heads/api/checkpoint.py",
+    "inference/line_file.py",
     "inference/manifest.py",
-    "inference/measure/answers.py",
     "train/data/answers.py",
     "train/tracking/summary.py",
     "scripts/evidence/foreign/speculators_worker.py",  # runs where our packages are not

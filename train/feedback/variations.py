@@ -9,10 +9,12 @@ any other.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -22,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.line_file import LineFile, parse_lines
 from inference.target.chat import render_prompt
 from inference.target.model import TargetModel
 from inference.terminal import make_console
@@ -96,16 +99,18 @@ def write_variations(
     folders: pairs of answers and the records of their verifications. known: files of earlier
     variations; neither these nor the prompts themselves are written again. Texts that do not end
     are left out. arguments: the chat template's. A line has `id`, `domain` (that of the prompt with
-    whose tokens it begins) and `tokens`. Raises `UserError` for damaged input.
+    whose tokens it begins) and `tokens`. Texts that an interrupted command has completed lie beside
+    `out`, as `<name>.partial.jsonl`, and the same command takes them from there. Raises `UserError`
+    for damaged input.
     """
     frame = Frame.of(target.tokenizer, arguments)
     prompts = list(_prompts(folders, target, frame))
     seen: set[tuple[int, ...]] = {tuple(row["tokens"]) for row in read_lines(known)}
     found: list[Variation] = []
+    unfinished = LineFile(out.with_suffix(".partial.jsonl"))
     if prompts and frame.tail and frame.tail[0] in target.eos_token_ids:
         seen |= {(*frame.head, *item.text, *frame.tail) for item in prompts}
-        wanted = config.variations * len(prompts)
-        for item in _write(target, frame, prompts, config, seed, wanted, arguments):
+        for item in _write(target, frame, prompts, config, seed, arguments, unfinished):
             if tuple(item["tokens"]) not in seen:
                 seen.add(tuple(item["tokens"]))
                 found.append(item)
@@ -118,6 +123,7 @@ def write_variations(
             else "none of the prompts is a single user's text in the target's chat template",
         )
     write_lines(out, found)
+    unfinished.remove()
     return len(found)
 
 
@@ -137,13 +143,14 @@ def _write(
     prompts: list[KnownPrompt],
     config: FeedbackConfig,
     seed: int,
-    wanted: int,
     arguments: Mapping[str, object] | None,
+    unfinished: LineFile,
 ) -> Iterator[Variation]:
-    """The texts that the target writes, in order. `wanted` texts are started; those that do not end
-    or that hold special tokens are left out. They are tokenised again, as a user's text is, because
-    a model's own tokens need not be those that the tokenizer chooses."""
+    """The texts that the target writes, in order. `config.variations` texts per prompt are started;
+    those that do not end or that hold special tokens are left out. They are tokenised again, as a
+    user's text is, because a model's own tokens need not be those that the tokenizer chooses."""
     draw = random.Random(f"variations {seed}")
+    wanted = config.variations * len(prompts)
     chosen = draw.choices(prompts, [item.cost for item in prompts], k=wanted)
     requests = []
     for number, item in enumerate(chosen):
@@ -151,23 +158,52 @@ def _write(
         start = (*frame.head, *item.text[:begun])
         most = min(config.variation_tokens, target.info.max_position_embeddings - len(start))
         requests.append(Request(number, start, draw.getrandbits(63), most))
+    special = set(target.tokenizer.all_special_ids)
+    for one in _continued(target, requests, config, unfinished):
+        ids = [*requests[one.number].tokens[len(frame.head) :], *one.tokens[:-1]]
+        text = target.tokenizer.decode(ids)
+        ends = one.finish == "stop" and one.tokens[-1] == frame.tail[0]
+        if ends and text.strip() and not special & set(ids):
+            message = {"role": "user", "content": text}
+            tokens = render_prompt(target.tokenizer, [message], None, arguments)
+            domain = chosen[one.number].domain
+            yield {"id": f"variation-{seed}-{one.number}", "domain": domain, "tokens": tokens}
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What the target has added to the start of a text, and why it ended: a line of the unfinished
+    file."""
+
+    number: int
+    tokens: list[int]
+    finish: str
+
+
+def _continued(
+    target: TargetModel, requests: Sequence[Request], config: FeedbackConfig, unfinished: LineFile
+) -> list[Continued]:
+    """What the target adds to each of some starts, in their order. Each is in the unfinished file
+    as soon as it is complete; those that an interrupted command left there are taken from it."""
+    asked = [(one.tokens, one.seed, one.max_new_tokens) for one in requests]
+    about = json.dumps([target.info.to_dict(), config.variation_temperature, asked])
+    fingerprint = hashlib.sha256(about.encode()).hexdigest()
+    found = parse_lines(Continued, unfinished.read(fingerprint), unfinished.path)
+    unfinished.begin(fingerprint, [*map(asdict, found)])
+    done = {one.number: one for one in found}
     decode = DecodeConfig(
         shape="none",
         temperature=config.variation_temperature,
         batch_size=BATCH,
         max_new_tokens=config.variation_tokens,
     )
+    left = [one for one in requests if one.index not in done]
     columns = (TextColumn("variations"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=make_console()) as progress:
-        done = [*progress.track(Engine(target, None, decode).run(requests), total=len(requests))]
-    special = set(target.tokenizer.all_special_ids)
-    for one in sorted(done, key=lambda completion: completion.request.index):
-        number = one.request.index
-        ids = [*one.request.tokens[len(frame.head) :], *one.tokens[:-1]]
-        text = target.tokenizer.decode(ids)
-        ends = one.finish == "stop" and one.tokens[-1] == frame.tail[0]
-        if ends and text.strip() and not special & set(ids):
-            message = {"role": "user", "content": text}
-            tokens = render_prompt(target.tokenizer, [message], None, arguments)
-            domain = chosen[number].domain
-            yield {"id": f"variation-{seed}-{number}", "domain": domain, "tokens": tokens}
+        task = progress.add_task("", total=len(requests), completed=len(done))
+        for one in Engine(target, None, decode).run(left):
+            number = one.request.index
+            done[number] = Continued(number, one.tokens, one.finish)
+            unfinished.add(asdict(done[number]))
+            progress.advance(task)
+    return [done[one.index] for one in requests]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from inference.engines.client import Answer
 from inference.engines.counters import Acceptance, Look
-from inference.measure.answers import LineFile, parse_lines
+from inference.line_file import LineFile, parse_lines
 from inference.measure.prompts import Prompt
 from inference.measure.serving.windows import Group, Side, Window
 
@@ -68,12 +68,12 @@ class WindowLog:
     @classmethod
     def open(cls, directory: Path, fingerprint: str, sides: Sequence[Side]) -> WindowLog:
         """Continue an unfinished measurement with the same fingerprint, or begin a new one."""
-        file = LineFile(directory / PARTIAL_FILE, directory / FINAL_FILE)
+        file = LineFile(directory / PARTIAL_FILE)
         lines = file.read(fingerprint)
         windows = [line for line in lines if "place" in line]
         turns = [line for line in lines if "place" not in line]
-        records = parse_lines(WindowRecord, windows, file.partial)
-        answers = parse_lines(TurnRecord, turns, file.partial)
+        records = parse_lines(WindowRecord, windows, file.path)
+        answers = parse_lines(TurnRecord, turns, file.path)
         file.begin(fingerprint, lines)
         for record in records[-1:]:
             for side, part in zip(sides, record.parts, strict=True):

@@ -36,7 +36,7 @@ from inference.measure.config import BenchConfig, Provenance, process_facts, spl
 from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.metrics import context_bin, divide
 from inference.measure.prompts import Prompt, behind_others, prompt_seed
-from inference.measure.serving.log import WindowLog, place_in
+from inference.measure.serving.log import FINAL_FILE, WindowLog, place_in
 from inference.measure.serving.structure import ASKED, ASKED_TOKENS, opening, require_opening
 from inference.measure.serving.summary import cells
 from inference.measure.serving.windows import (
@@ -107,7 +107,7 @@ def measure_server(
     with only_writer(out):
         report = asyncio.run(_measured(session, provenance, console))
         schema.write_report(report, out / schema.REPORT_FILE)
-        session.log.file.finish()
+        session.log.file.finish(FINAL_FILE)
     if texts is not None:
         texts |= session.texts
     return report

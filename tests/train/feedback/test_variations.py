@@ -4,6 +4,7 @@ never given ones again."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.requests import Request
+from inference.decoding.requests import Completion, Request
 from inference.manifest import write_manifest
 from inference.target.chat import render_prompt
 from inference.target.loading import TargetConfig
@@ -152,6 +153,79 @@ def test_the_same_seed_writes_the_same_and_known_ones_are_not_written_again(
     assert written(answers, tmp_path / "later", known=[tmp_path / "first"]) == []
     other = written(answers, tmp_path / "other", seed=6)
     assert {tuple(item["tokens"]) for item in other} != {tuple(item["tokens"]) for item in first}
+
+
+class InterruptedRunError(Exception):
+    """A kill, after some texts."""
+
+
+def interrupt(answers: Path, out: Path, seed: int = 5) -> set[int]:
+    """Begin to write variations, and end after five texts; returns their numbers."""
+    real = Engine.run
+
+    def until_the_sixth(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:
+        for number, done in enumerate(real(engine, requests)):
+            if number == 5:
+                raise InterruptedRunError
+            yield done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "run", until_the_sixth)
+        with pytest.raises(InterruptedRunError):
+            written(answers, out, seed)
+    assert not out.exists()
+    lines = out.with_suffix(".partial.jsonl").read_text().splitlines()[1:]
+    return {json.loads(line)["number"] for line in lines}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the texts that the target is asked for."""
+    real, found = Engine.run, list[int]()
+
+    def counted(engine: Engine, requests: Sequence[Request]) -> Iterator[Completion]:
+        found.extend(one.index for one in requests)
+        return real(engine, requests)
+
+    monkeypatch.setattr(Engine, "run", counted)
+    return found
+
+
+def test_an_interrupted_command_continues(
+    answers: Path, tmp_path: Path, asked: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each text is kept as soon as it is complete; the result is that of a command left alone."""
+    whole = written(answers, tmp_path / "whole.jsonl")
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.partial.jsonl"
+    kept = interrupt(answers, out)
+    assert len(kept) == 5
+    with partial.open("a", encoding="utf-8") as file:
+        file.write('{"number": 0, "tok')  # killed in the middle of a line
+    asked.clear()
+    capsys.readouterr()
+    assert written(answers, out) == whole
+    assert sorted([*asked, *kept]) == [*range(12)]
+    assert "12/12" in capsys.readouterr().out  # the progress counts what was kept
+    assert not partial.exists()
+
+
+def test_texts_of_another_command_are_not_taken(
+    answers: Path, tmp_path: Path, asked: list[int]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    interrupt(answers, out, seed=6)
+    asked.clear()
+    assert written(answers, out) == written(answers, tmp_path / "alone.jsonl")
+    assert sorted(asked) == sorted([*range(12)] * 2)
+
+
+def test_a_changed_file_of_unfinished_texts_is_refused(answers: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    interrupt(answers, out)
+    partial = out.with_suffix(".partial.jsonl")
+    partial.write_text(partial.read_text().replace('"finish"', '"end"'))
+    with pytest.raises(UserError, match=r"'.*out.partial.jsonl' is damaged.*Delete the file"):
+        written(answers, out)
 
 
 def test_without_a_single_users_text_it_says_why(
