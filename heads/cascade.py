@@ -107,6 +107,7 @@ class Drafter(TrainableDrafter):
         specs = [drafter.needs for drafter in self.drafters]
         self._check(specs)
         self.needs = union(specs)
+        self.weighs_trees = config.mode != "join"
         self._plan: tuple[DraftShape, Plan] | None = None  # of the last shape asked for
 
     def _check(self, specs: list[FeatureSpec]) -> None:

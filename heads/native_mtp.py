@@ -108,7 +108,8 @@ class Drafter(DepthDrafter):
         init.normal(block.fc.weight, 0.3 * block.fc.in_features**-0.5, generator)
         with torch.no_grad():
             block.fc.weight[:, self.info.hidden_size :].diagonal().add_(1.0)
-        self.copy_final_norm(cast(Tensor, block.norm.weight), weights)
+        if (final_norm := weights.state.get("model.norm.weight")) is not None:
+            init.copy(cast(Tensor, block.norm.weight), final_norm)  # a norm of the same class
         if self.config.from_target_layer >= 0:
             # with its buffers: some families' routers hold the bias of their choice in one
             own: dict[str, Tensor] = block.layers[0].state_dict(keep_vars=True)

@@ -222,6 +222,8 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     }
     if config.refresh.adapter:
         facts["base"] = checkpoint_hash(config.refresh.init_from)
+    if reference := getattr(job.head, "reference", ""):
+        facts["reference"] = checkpoint_hash(reference)
     if job.joint.on:
         facts["joint"] = asdict(job.joint)
     plain: RunFacts = json.loads(json.dumps(facts))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class OnPolicyFeatures:
         # for `start` and `propose`, which the base class leaves to the kinds
         self.drafter: Any = drafter
         self.eos = torch.tensor(list(eos), dtype=torch.int64)
-        self.tree = TokenTree.chain(config.window)
+        self.tree = longest_chain(drafter, config.window)
 
     def batch(self, packed: PackedBatch, step: int = 0) -> TrainBatch:
         """`packed` with features and with some of its rows rewritten."""
@@ -200,6 +200,37 @@ def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
             "weights, so that it cannot draft while it is trained. Use engine.zero_stage 0, 1 or "
             "2."
         )
+
+
+@torch.no_grad()
+def longest_chain(drafter: TrainableDrafter, most: int) -> TokenTree:
+    """The longest chain of at most `most` tokens that a drafter can fill. Raises `UserError` for a
+    drafter that can fill none."""
+    parameter, needs, size = next(drafter.parameters()), drafter.needs, drafter.info.hidden_size
+    one, places = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device), len(needs.taps)
+    states = torch.zeros(1, 1, size, dtype=parameter.dtype, device=parameter.device)
+    seen = TargetStates(
+        *(one, one, one, one == 0),
+        taps=states[:, :, None].expand(-1, -1, places, -1) if places else None,
+        last_hidden=states if needs.last_hidden else None,
+    )
+
+    def fills(length: int) -> bool:
+        try:
+            cast(Any, drafter).start(seen, TokenTree.chain(length, one.device), length + 2)
+        except UserError:
+            if length == 1:
+                raise
+            return False
+        return True
+
+    if fills(most):
+        return TokenTree.chain(most)
+    longest, short = 0, most  # a chain of `longest` fits, one of `short` does not
+    while short - longest > 1:
+        middle = (longest + short) // 2
+        longest, short = (middle, short) if fills(middle) else (longest, middle)
+    return TokenTree.chain(longest)
 
 
 def _replace_rows(batch: TrainBatch, rows: Sequence[int], fresh: TrainBatch) -> TrainBatch:

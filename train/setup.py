@@ -178,6 +178,11 @@ class Run:
                 "float32's speed or less; engine.precision=float32 is faster"
             )
 
+    @property
+    def alone(self) -> TrainableDrafter:
+        """The trained drafter without what is trained with it."""
+        return self.drafter
+
     def check_updates(self) -> None:
         """Refuse weights, low-rank updates and stored logits that would have no effect."""
         job, needs, device_type = self.job, self.drafter.needs, self.world.device.type
@@ -186,7 +191,7 @@ class Run:
             require_logits_only(self.drafter, job.features, self.target, self.loader.step(0)[0])
         if self.data.weighed:
             batch = trial_batch(job, self.target, needs, self.loader.step(0)[0].rows(1))
-            require_weighed(self.drafter, batch, device_type, bfloat16)
+            require_weighed(self.alone, batch, device_type, bfloat16)
         if job.config.refresh.lora_rank:
             batch = trial_batch(job, self.target, needs, self.loader.step(0)[0])
             require_reached(self.drafter, trial_loss(self.drafter, batch, device_type, bfloat16))

@@ -233,6 +233,8 @@ class TrainableDrafter(nn.Module):
     one_pass: ClassVar[bool] = False
     """Whether one pass gives the distributions of all depths before a token is drafted, so that
     trees may grow from them (`heads.nn.drafting.dartree`, decode.shape=dartree)."""
+    weighs_trees: bool = True
+    """Whether `Proposal.logits` come with the drafts of a static tree if `Noise.keeps_logits`."""
     runs_target_layers: bool = False
     """Whether the loss runs layers of the target itself. Joint training is then refused, because
     these layers would run without their updates."""

@@ -115,6 +115,15 @@ class TargetWeights:
     windows: tuple[int, ...] = ()
     """Per layer, how many latest positions its attention sees; 0: all. Empty: all, in all
     layers."""
+    norm_offset: float = 0.0
+    """What the target's norms add to their weights before they multiply by them: 1 in families such
+    as Gemma and Qwen3-Next, whose weights are trained around 0."""
+
+    def final_norm(self) -> Tensor | None:
+        """The factors [H] of the target's final RMSNorm, as a norm that adds nothing stores them;
+        None if the norm does not have Hugging Face's usual name."""
+        weight = self.state.get("model.norm.weight")
+        return weight if weight is None or not self.norm_offset else weight + self.norm_offset
 
     def embed(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The embeddings [..., H] of tokens [...], in `dtype` if given."""

@@ -22,6 +22,9 @@ class Arm:
     decode: DecodeConfig
     path: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decode", self.decode.for_drafter(self.drafter))
+
     @property
     def weights_sha256(self) -> str:
         """Hash of the checkpoint's weights file; empty for a drafter without one."""

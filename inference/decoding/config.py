@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -164,6 +164,17 @@ class DecodeConfig(SamplingSettings):
     def acceptance(self) -> str:
         """The rule that is used: `rule`, or what auto resolves to."""
         return best_rule(self.shape, self.temperature) if self.rule == AUTO else self.rule
+
+    def for_drafter(self, drafter: Any) -> DecodeConfig:
+        """These settings, where auto is `match` for a drafter whose static trees have no
+        probabilities: other rules take such drafts as certain, and accept fewer."""
+        if (
+            self.rule == AUTO
+            and self.shape == "tree"
+            and not getattr(drafter, "weighs_trees", True)
+        ):
+            return replace(self, rule="match")
+        return self
 
     def without_draft(self) -> DecodeConfig:
         """These settings for plain decoding: no draft, and nothing that would adapt one."""

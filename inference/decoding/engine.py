@@ -114,7 +114,7 @@ class Engine:
         details: bool = False,
     ) -> None:
         self.target, self.drafter, self.details = target, drafter, details
-        self.decode = decode or DecodeConfig()
+        self.decode = (decode or DecodeConfig()).for_drafter(drafter)
         if drafter is not None and self.decode.ahead:
             require_ahead(drafter)
         device, plain = target.device, drafter is None

@@ -200,7 +200,8 @@ def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights
     bias = None if bias is None else bias.detach().to(device)
     logits = head_function(target.model, lambda states: linear(states, lm_head, bias))
     state = _MovedState(weights.state, device)
-    return TargetWeights(embedding, lm_head, logits, state, weights.rotary, weights.windows)
+    own = weights.rotary, weights.windows, weights.norm_offset
+    return TargetWeights(embedding, lm_head, logits, state, *own)
 
 
 class _MovedState(Mapping[str, Tensor]):

@@ -172,7 +172,10 @@ def require_same_task(decodes: Mapping[str, DecodeConfig]) -> None:
         for name, other in found[1:]:
             first, one = found[0]
             if one != other:
-                shapes = " decode.rule=auto is another rule for another shape of draft."
+                shapes = (
+                    " decode.rule=auto is another rule for another shape of draft, and for the "
+                    "static tree of a joined cascade."
+                )
                 raise UserError(
                     f"'{first}' decodes with {key}={one}, '{name}' with {key}={other}. One report "
                     "compares drafters on the same task: give all the same."

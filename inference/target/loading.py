@@ -5,6 +5,7 @@ A model that cannot be a target is refused by its config, before weights are rea
 
 from __future__ import annotations
 
+import copy
 import errno
 import inspect
 import json
@@ -19,6 +20,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -502,7 +504,23 @@ def shared_weights(model: Any) -> TargetWeights:
         ),
         rotary=_rotary(model),
         windows=_windows(config),
+        norm_offset=_norm_offset(model, config.hidden_size),
     )
+
+
+def _norm_offset(model: Any, size: int) -> float:
+    """What the final norm of a model adds to its weight: the norm of a state of ones with a weight
+    of zeros. 0 for a norm of another name or with other parameters. `forward` is called on a copy
+    of the module without its hooks, as the weights may be divided among processes."""
+    norms = (norm for name, norm in model.named_modules() if text_name(name + ".") == "model.norm.")
+    norm = next(norms, None)
+    if norm is None or [name for name, _ in norm.named_parameters()] != ["weight"]:
+        return 0.0
+    alone = copy.copy(norm)
+    alone._parameters = {"weight": nn.Parameter(torch.zeros(size), requires_grad=False)}
+    found = type(norm).forward(alone, torch.ones(1, size))
+    # a plan computes without values, and copies none
+    return 0.0 if isinstance(found, FakeTensor) else float(found.abs().mean().round())
 
 
 def kept_tensors(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:

@@ -53,8 +53,7 @@ SPARE = 0.05
 """Share of extra prompts, because generation leaves out prompts that repeat another one except for
 case and spaces, or that are used for measuring."""
 BEGUN, LEAST_BEGUN = 2, 64
-"""Texts that the target begins in one go, per prompt and in total. An interruption loses this
-many."""
+"""Texts that the target begins for one file of written prompts, per prompt and in total."""
 SHARD_ROWS = 4096
 BATCH_TOKENS = 4096
 """Positions of a batch whose distributions are computed at once."""

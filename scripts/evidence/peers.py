@@ -83,6 +83,8 @@ PROMPTS_TOO = "train.context_weight=1"
 """The tokens of prompts are in the loss too; the library's has those of answers alone."""
 LIBRARY, CONTROL = "speculators", "speculators_control"
 """The library's side, and its control, which has the prompts or anchors that ours has."""
+SAVED = "saved"
+"""The folder beside a checkpoint of the library's side that holds it as the library saved it."""
 THEIR_NORMS = ["head.tap_norm=false", "head.norm_before_fc=true", "head.norm_before_residual=true"]
 FALL = ["schedule.kind=linear", "schedule.min_ratio=0"]
 THEIR_SCHEDULE = [*FALL, "optim.weight_decay=0.1"]
@@ -183,6 +185,7 @@ class Contest(Bench):
         steps = EPOCHS * int(side.about["steps_per_epoch"])
         found = side.train(steps, setting.saved(name))
         copy_plain(setting.converted(name), out)
+        copy_plain(setting.saved(name), out.with_name(SAVED))
         told = {key: side.about[key] for key in ("trained_weights", "settings")}
         return {"steps": steps, **found, **told}
 
@@ -233,9 +236,8 @@ class Contest(Bench):
 
     def served(self, kind: str, python: str) -> list[Facts]:
         """What vLLM accepts of the first seed's drafter of each side."""
-        _, (ours, *_) = self.best(kind, "ours")
-        score, _ = self.best(kind, LIBRARY)
-        saved = self.setting.saved(f"{kind}-{LIBRARY}-{best_rate(score):g}-{SEEDS[0]}")
+        (ours, *_), (theirs, *_) = (self.best(kind, side)[1] for side in ("ours", LIBRARY))
+        saved = theirs.with_name(SAVED)
         return serve_both(python, self.place, self.model, kind, ours, saved)
 
 

@@ -23,6 +23,7 @@ import torch
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.rules.names import best_rule
+from inference.manifest import checkpoint_hash
 from inference.measure.prompts import load_prompts, select_prompts
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell, decode_totals, settings_of
@@ -79,7 +80,12 @@ def report(given: argparse.Namespace) -> None:
     prompts = select_prompts(found, max(1, given.prompts // domains), seed=0)
     settings = {"target": target.info.revision, "prompts": len(prompts), "seeds": SEEDS}
     content = begin(given, settings)
+    weights: dict[str, str] = content.setdefault("weights", {})
     for name, folder in named:
+        now = checkpoint_hash(folder)
+        if weights.setdefault(name, now) != now:  # rows of another drafter under this name
+            content["rows"] = [row for row in content["rows"] if row["drafter"] != name]
+            weights[name] = now
         for temperature in TEMPERATURES:
             for draft in drafts():
                 totals = {

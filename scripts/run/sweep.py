@@ -271,8 +271,8 @@ def require_plugins(hydra: Hydra, given: Sequence[Override]) -> None:
         known, plugins = hydra.config_loader.get_group_options(group), PLUGINS[group]
         if name in plugins and (name not in known or not optuna_sweeper.installed(name)):
             raise UserError(
-                f"{group}={name} needs a package: pip install {plugins[name]}, or pip install "
-                "'headstart[sweep]'."
+                f"{group}={name} needs a package: pip install {plugins[name]}, or "
+                "install Headstart with its extra `sweep`."
             )
         if name not in known:
             raise UserError(

@@ -49,9 +49,9 @@ def run(settings: Settings) -> None:
     pairs = list(zip(answers, records, strict=False))
     if config.branches:
         write_branches(pairs, out / BRANCHES, config)
-    if config.variations:
+    manifest = build(records, answers, out, config, folder.session, info=info)
+    if config.variations:  # after everything that may be refused: they take longest
         target = TargetModel.load(settings.target)
         write_variations(target, pairs, out / VARIATIONS, config, settings.run.seed)
-    manifest = build(records, answers, out, config, folder.session, info=info)
     folder.finish()
     say(f"{summary(manifest)}\nTrain on it with run.answers={shown(out)}")

@@ -23,6 +23,7 @@ from heads.api.tree import DynamicShape, TokenTree
 from heads.cascade import Config, Drafter
 from heads.nn.cascade.chain import draft_chain, fill_tree
 from heads.nn.cascade.join import choices_of, smaller, split_shape
+from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.rules.registry import get_rule
@@ -291,6 +292,28 @@ def test_on_a_chain_the_first_part_drafts_alone_whatever_the_others_are(kind: st
     alone = walked(target, drafter.drafters[0], PlainNoise(), shape)
     for found, wanted in zip(joined, alone, strict=True):
         assert torch.equal(found.tokens, wanted.tokens)
+
+
+def test_auto_is_match_for_the_static_tree_of_a_joined_cascade() -> None:
+    """Its drafts have no probabilities, so other rules draft without the target's noise."""
+    target, tree = random_target(), {"shape": "tree", "choices": TREE, "temperature": 1.0}
+    joined = cascade(target, {"kind": "quantized_self", "bits": 8}, NGRAM, mode="join")
+    auto, match, traversal = (
+        tokens_of(target, joined, **tree, rule=rule) for rule in ("auto", "match", "traversal")
+    )
+    assert auto == match
+    assert accepted(match) > 1.5 * accepted(traversal)
+    assert Arm("joined", joined, DecodeConfig(**tree, rule="auto")).decode.acceptance == "match"
+    chain = DecodeConfig(shape="chain", temperature=1.0, rule="auto")
+    assert Engine(target, joined, chain).decode.acceptance == "block"
+    alone = cascade(target, NGRAM, EARLY, mode="speed_up")
+    assert Engine(target, alone, DecodeConfig(**tree)).decode.acceptance == "match"
+    assert Engine(target, alone, DecodeConfig(**tree, rule="auto")).decode.acceptance == "traversal"
+
+
+def accepted(found: dict[int, Any]) -> int:
+    """The accepted drafts of some answers."""
+    return sum(record.accepted for _, passes in found.values() for record in passes)
 
 
 def paths(proposal: Proposal, row: int) -> set[tuple[int, ...]]:

@@ -448,10 +448,29 @@ def test_what_does_not_fit_is_refused_or_left_random(target: MicroTarget) -> Non
     )
     with pytest.raises(UserError, match="pre_feedforward_layernorm"):
         new_drafter("dflash", config, target.info, weights, seed=0)
-    with pytest.raises(UserError, match="norms that add one"):
-        new_drafter(
-            "dflash", config, replace(target.info, model_type="gemma2"), target.weights, seed=0
-        )
+    with pytest.raises(UserError, match="its norms add one to their weights"):
+        new_drafter("dflash", config, target.info, replace(target.weights, norm_offset=1.0), seed=0)
+
+
+@pytest.mark.parametrize("carry_root", [True, False])
+def test_a_layer_reads_mostly_the_tap_nearest_to_the_layer_that_it_copies(
+    target: MicroTarget, carry_root: bool
+) -> None:
+    """The layer that carries the root is no copy; it begins with the mean of all taps."""
+    layers = 2 + int(carry_root)
+    config = Config(
+        layer_fusion=True,
+        taps=(1, 3, 5),
+        num_layers=layers,
+        from_target_layers=(1, 4),
+        carry_root=carry_root,
+    )
+    drafter = new_drafter("dflash", config, target.info, target.weights, seed=0)
+    shares = drafter.layer_fusion.mix.softmax(-1)
+    assert shares[-2:].argmax(-1).tolist() == [0, 1]
+    assert float(shares[-2:].max(-1).values.min()) > 0.9
+    if carry_root:
+        torch.testing.assert_close(shares[0], torch.full_like(shares[0], 1 / 3))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ engines read."""
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,6 +188,18 @@ def test_layer_starts_from_one_of_the_target(target: MicroTarget) -> None:
         UserError, match=r"model.layers.7.self_attn.q_proj.weight of shape \[16, 16\]"
     ):
         new_drafter("eagle", Config(from_target_layer=7), target.info, target.weights, seed=0)
+
+
+def test_a_layer_that_is_not_llamas_is_not_copied(target: MicroTarget) -> None:
+    """Although names and shapes fit: norms of another place, norms that add one to their weight."""
+    state = dict(target.weights.state)
+    state["model.layers.2.post_feedforward_layernorm.weight"] = torch.ones(16)
+    other = (replace(target.weights, state=state), replace(target.weights, norm_offset=1.0))
+    for weights, reason in zip(
+        other, ("it has model.layers.2.post_f", "norms add one"), strict=True
+    ):
+        with pytest.raises(UserError, match=f"computes something else .*{reason}"):
+            new_drafter("eagle", Config(from_target_layer=2), target.info, weights, seed=0)
 
 
 def test_the_feature_is_learnt(target: MicroTarget) -> None:

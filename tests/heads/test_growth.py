@@ -360,3 +360,23 @@ def test_impossible_sizes_are_refused() -> None:
         DynamicShape(5, 1, 3)
     with pytest.raises(UserError, match="needs nodes >= 2, depth >= 1 and width >= 1"):
         DynamicShape(1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DynamicShape(20, 3, VOCAB + 1),
+        TokenTree.from_choices([(rank,) for rank in range(VOCAB + 1)]),
+    ],
+    ids=["dynamic", "static"],
+)
+def test_more_candidates_than_the_vocabulary_has_are_refused(
+    shape: DynamicShape | TokenTree,
+) -> None:
+    plan: Plan = DynamicPlan(shape) if isinstance(shape, DynamicShape) else TreePlan.of(shape)
+    root = torch.zeros(1, dtype=torch.int64)
+    state, logits = Rooted(root, root, plan), torch.zeros(1, 3, VOCAB)
+    with pytest.raises(
+        UserError, match=r"12 candidates .* vocabulary has 11 tokens.*decode\.width"
+    ):
+        fill(state, logits[:, : shape.max_depth], SharedGumbel(0))

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.tree import TokenTree
-from heads.nn.feature.shortlist import EDGE, OUTSIDE, Shortlist
+from heads.nn.feature.shortlist import EDGE, OUTSIDE, Shortlist, logits_of
 from inference.parity import check_parity
 from tests.heads.explicit import check_paths_of_a_tree
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
@@ -100,6 +101,23 @@ def test_few_rows_are_read_one_by_one_and_many_with_the_whole_matrix(
     assert not calls, "9 of 41 columns: the matrix is not read"
     torch.testing.assert_close(found(states, lm_head), by_row)
     assert calls == [1], "63 rows of a matrix of 41"
+
+
+@torch.no_grad()
+def test_low_rank_updates_of_the_lm_head_are_in_the_logits_of_a_shortlist() -> None:
+    """Its rows cannot be read one by one then."""
+    _, lm_head, states = parts(rows=1)
+    model = nn.ModuleDict({"lm_head": lm_head})
+    config = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    updated = inject_adapter_in_model(config, model)["lm_head"]
+    updated.to(states.dtype)
+    tokens = torch.tensor([[3, 8]])
+    torch.testing.assert_close(
+        logits_of(states, updated, tokens), updated(states).gather(-1, tokens)
+    )
+    assert not torch.allclose(
+        logits_of(states, updated, tokens), lm_head(states).gather(-1, tokens)
+    )
 
 
 @torch.no_grad()

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.manifest import read_manifest
+from inference.manifest import MANIFEST_FILE, read_manifest
 from scripts.cli import main
-from tests.train.feedback.recorded import decoded, tokens_of, write_answers, write_records
+from scripts.stages import feedback
+from tests.train.feedback.recorded import decoded, target, tokens_of, write_answers, write_records
 from train.feedback.branches import BRANCHES
+from train.feedback.variations import VARIATIONS
 
 
 def test_records_of_a_run_become_its_feedback(
@@ -66,3 +68,30 @@ def test_prompts_for_the_next_generation_are_written_beside_it(
         assert any(text[: len(tokens) - 1] == tokens[:-1] for text in texts)
         # and then what no answer has
         assert not any(text[: len(tokens)] == tokens for text in texts)
+
+
+def test_variations_are_written_after_everything_that_may_be_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take longest: a command that then fails must not have to write them again."""
+    completions = decoded("eagle3")
+    answers = write_answers(tmp_path / "r" / "generate", completions)
+    write_records(answers / "records", completions, "eagle3")
+    built = tmp_path / "r" / "feedback"
+    seen = []
+
+    def write(target: object, pairs: object, out: Path, *_: object) -> int:
+        seen.append((out, (built / MANIFEST_FILE).is_file(), stage_state(built)))
+        return 0
+
+    monkeypatch.setattr(feedback, "write_variations", write)
+    monkeypatch.setattr(feedback.TargetModel, "load", lambda config: target())
+    command = ["feedback", f"run.root={tmp_path}", "run.name=r", "feedback.variations=1"]
+    assert not main(command)
+    assert seen == [(built / VARIATIONS, True, "running")]
+    assert stage_state(built) == "complete"
+
+
+def stage_state(folder: Path) -> str:
+    state: str = json.loads((folder / "run.json").read_text(encoding="utf-8"))["state"]
+    return state

@@ -252,6 +252,23 @@ def test_kinds_that_read_the_targets_states_can_be_trained_like_this(target: Mic
     assert float(drafter.loss(found).loss_sum.detach()) > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "longest"),
+    [
+        ("dflash", {"block_size": 5}, 4),
+        ("mtp", {"depths": 2}, 2),
+        ("mtp", {"depths": 2, "shared": True}, 9),
+        ("eagle3", {}, 9),
+    ],
+)
+def test_a_window_beyond_a_kinds_largest_depth_is_written_to_that_depth(
+    target: MicroTarget, kind: str, options: dict[str, Any], longest: int
+) -> None:
+    features = rewriting(target, make(target, kind, **options), window=9)
+    assert features.tree.max_depth == longest
+    assert not torch.equal(features.batch(packed()).tokens, packed().tokens)
+
+
 def test_only_some_steps_have_it(target: MicroTarget) -> None:
     drafter, batch = make(target, num_layers=1), packed()
     features = rewriting(target, drafter, every=3, start=2)

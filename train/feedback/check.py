@@ -16,7 +16,12 @@ def require_weighed(
     drafter: TrainableDrafter, batch: TrainBatch, device_type: str, bfloat16: bool
 ) -> None:
     """Raise `UserError` if the loss of `batch`, whose tokens or roots have weights, does not become
-    0 when all of these are 0."""
+    0 when all of these are 0.
+
+    drafter: in joint training the one that is trained together with the target, as the distance
+    between the target and its original has no weights.
+
+    """
     silent = {}
     if batch.weights is not None:
         silent["weights"] = replace(batch, weights=torch.zeros_like(batch.weights))

@@ -26,12 +26,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from heads.api.config import LARGEST_DEPTH
 from heads.api.errors import UserError
 from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import TokenEvidence
 
-DEEPEST = 512
-"""More than the depth of any drafted chain or tree."""
+DEEPEST = LARGEST_DEPTH + 2
+"""More than the depth of any drafted chain or tree, and the error behind its last token."""
 
 
 def _by_depth() -> NDArray[np.float64]:

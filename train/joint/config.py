@@ -35,7 +35,8 @@ class JointConfig:
     ramp: UnitInterval = 0.2
     """Share of the steps, after those, in which heads_weight rises from 0 to its value (0 to 1)."""
     rate_ratio: Annotated[float, Ge(0.001), Le(1000)] = 4.0
-    """Ratio of the drafter's learning rate (optim.lr) to that of the target's updates (> 0)."""
+    """Ratio of the drafter's learning rate (optim.lr) to that of the target's updates (> 0), which
+    AdamW trains with optim.kind=muon too."""
 
     @property
     def on(self) -> bool:

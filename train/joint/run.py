@@ -85,6 +85,11 @@ class JointRun(Run):
         self.backbone = Backbone(self.target, job.joint, job.config.seed)
         self.drafter = JointDrafter(self.drafter, self.backbone, job.joint, job.engine.dtype)
 
+    @property
+    def alone(self) -> TrainableDrafter:
+        """See `Run`; its target is not part of it."""
+        return self.drafter.drafter
+
     def features(self) -> Features:
         """Only tokens, because the features are part of what is trained."""
         return PlainTokens(self.target.device)

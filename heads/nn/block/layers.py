@@ -21,23 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.errors import UserError
-from heads.api.target_info import TargetInfo
+from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import init
 from heads.nn.block.conv import BlockConv
 from heads.nn.blocks import MLP, Attend, Attention, LayerShape, RMSNorm
 from heads.nn.checkpointing import network_part
 from heads.nn.matrices import set_vectors
 from heads.nn.rope import Rotation, rotate
-
-PARTS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
-"""The matrices and norms of a Llama layer, from which a draft layer starts."""
-IGNORED = ("self_attn.q_norm", "self_attn.k_norm")
-"""Norms of heads, copied if the target has them."""
+from heads.nn.target.llama import PARTS, unlike_llama
 
 
 class BlockAttention(Attention):
@@ -101,11 +92,11 @@ class LayerFusion(nn.Module):
         self.norms = nn.ModuleList([RMSNorm(hidden_size, eps) for _ in range(layers)])
         self.eps = eps
 
-    def initialise(self, nearest: Sequence[int]) -> None:
-        """Layer i reads mostly tap number nearest[i]."""
+    def initialise(self, nearest: Sequence[int], first: int) -> None:
+        """Layer first + i reads mostly tap number nearest[i]; earlier ones read the mean of all."""
         init.constant(self.mix, 0.0)
         with torch.no_grad():
-            for layer, tap in enumerate(nearest):
+            for layer, tap in enumerate(nearest, first):
                 self.mix[layer, tap] = 4.0
 
     def forward(self, taps: Tensor) -> list[Tensor]:
@@ -125,24 +116,18 @@ def spread(count: int, first: int, last: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))
 
 
-def unfit_layer(state: Mapping[str, Tensor], layer: int, mine: BlockLayer, model_type: str) -> str:
+def unfit_layer(weights: TargetWeights, layer: int, mine: BlockLayer) -> str:
     """The reason why a draft layer cannot start from the target's layer; empty if it can.
 
-    Biases are left out: they are small compared with the changes by training. Norms of other
-    meanings (Gemma's 1 + w, norms after the sublayers) do not fit.
+    Biases are left out: they are small compared with the changes by training.
     """
-    if model_type.startswith("gemma"):
-        return "norms that add one to their weight"
-    prefix = f"model.layers.{layer}."
-    found = {name[len(prefix) :]: state[name] for name in state if name.startswith(prefix)}
     own = dict(mine.named_parameters())
     for part in PARTS:
-        value = found.get(f"{part}.weight")
-        if value is None or value.shape != own[f"{part}.weight"].shape:
-            return f"no {prefix}{part}.weight of shape {list(own[f'{part}.weight'].shape)}"
-    known = {f"{part}.{end}" for part in PARTS + IGNORED for end in ("weight", "bias")}
-    odd = sorted(name for name in found if name not in known and not name.endswith("inv_freq"))
-    return prefix + odd[0] if odd else ""
+        name, shape = f"model.layers.{layer}.{part}.weight", own[f"{part}.weight"].shape
+        value = weights.state.get(name)
+        if value is None or value.shape != shape:
+            return f"no {name} of shape {list(shape)}"
+    return unlike_llama(weights, layer)
 
 
 @torch.no_grad()
@@ -175,7 +160,7 @@ def start_layers(
     layers: Sequence[BlockLayer],
     chosen: Sequence[int],
     info: TargetInfo,
-    state: Mapping[str, Tensor],
+    weights: TargetWeights,
     required: bool,
 ) -> bool:
     """Start draft layer i from the target's layer chosen[i]; returns whether that was possible.
@@ -183,7 +168,7 @@ def start_layers(
     required: raise `UserError` naming what does not fit, instead of leaving the layers alone.
     """
     for mine, layer in zip(layers, chosen, strict=True):
-        reason = unfit_layer(state, layer, mine, info.model_type)
+        reason = unfit_layer(weights, layer, mine)
         if reason and required:
             raise UserError(
                 f"layer {layer} of target '{info.id}' ({info.model_type}, {info.num_layers} "
@@ -193,5 +178,5 @@ def start_layers(
         if reason:
             return False
     for mine, layer in zip(layers, chosen, strict=True):
-        start_layer(mine, state, layer)
+        start_layer(mine, weights.state, layer)
     return True

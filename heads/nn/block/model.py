@@ -94,7 +94,7 @@ class BlockModel(TrainableDrafter):
         copied = layers[1:] if config.carry_root else layers
         chosen = config.from_target_layers or default_start(len(copied), info.num_layers)
         if config.start_from != "random":
-            start_layers(copied, chosen, info, weights.state, config.start_from == "target")
+            start_layers(copied, chosen, info, weights, config.start_from == "target")
         if self.fc is not None:
             first = len(self.needs.taps) // 2 * info.hidden_size
             with torch.no_grad():
@@ -103,13 +103,13 @@ class BlockModel(TrainableDrafter):
         if self.layer_fusion is not None:
             taps = self.needs.taps
             nearest = [min(range(len(taps)), key=lambda i: abs(taps[i] - at)) for at in chosen]
-            self.layer_fusion.initialise(nearest)
+            self.layer_fusion.initialise(nearest, first=len(layers) - len(copied))
         for layer in layers:
             for conv in (layer.attention_conv, layer.mlp_conv):
                 if conv is not None:
                     conv.initialise()
-        final_norm = weights.state.get("model.norm.weight")
-        if final_norm is not None and not info.model_type.startswith("gemma"):
+        final_norm = weights.final_norm()
+        if final_norm is not None:
             init.copy(self.norm.weight, final_norm)
         if self.mask_embedding is not None:
             spread_of = float(weights.embedding.float().std())

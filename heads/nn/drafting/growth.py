@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import Noise, Proposal
+from heads.api.errors import UserError
 from heads.api.tree import DynamicShape, Ranking, TokenTree
 from heads.nn.drafting.dartree import grow_from_pass
 from heads.nn.drafting.places import CachePlace, GrowingFrame, Memory, static_places
@@ -83,7 +84,20 @@ def choose(
     """Best columns [B, M, max_rank + 1] int64 for logits [B, M, V'] at `positions` [B, M]."""
     if max_rank == 0:
         return noise.pick(logits, positions, token_ids)[..., None]
-    return torch.topk(noise.scores(logits, positions, token_ids), max_rank + 1, dim=-1).indices
+    return best_of(noise.scores(logits, positions, token_ids), max_rank + 1)[1]
+
+
+def best_of(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best `count` of scores [..., V'] and their columns [..., count]; raises `UserError` if a
+    reduced draft vocabulary has fewer tokens."""
+    if count > scores.shape[-1]:
+        raise UserError(
+            f"the draft has {count} candidates behind one node, and the drafter's vocabulary has "
+            f"{scores.shape[-1]} tokens. Give a decode.width, or decode.choices with ranks, of at "
+            "most that number, or train with a larger head.draft_vocab_size."
+        )
+    best, columns = scores.topk(count, dim=-1)
+    return best, columns
 
 
 def fill(state: Rooted, logits: Tensor, noise: Noise, token_ids: Tensor | None = None) -> Proposal:
@@ -182,7 +196,7 @@ def candidates(
     """The best `width` continuations for logits [B, P, V'] at `positions` [B, P]: gains and target
     ids [B, P, k], by falling score of the noise."""
     scores = noise.scores(logits, positions, token_ids)
-    best, columns = scores.topk(shape.width, dim=-1)
+    best, columns = best_of(scores, shape.width)
     if shape.ranking is Ranking.PERTURBED:
         gains = best - scores.logsumexp(-1, keepdim=True)
     elif shape.ranking is Ranking.GAP:

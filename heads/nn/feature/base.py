@@ -26,6 +26,7 @@ from heads.nn.blocks import LayerShape
 from heads.nn.drafting.plan import PlanCache
 from heads.nn.early_gradient import with_gradient
 from heads.nn.feature.parallel import AnchoredRows
+from heads.nn.target.llama import unlike_llama
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M],
@@ -73,7 +74,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def copy_final_norm(self, weight: Tensor, weights: TargetWeights) -> None:
         """Start a final norm from the target's, if that has Hugging Face's usual name."""
-        final_norm = weights.state.get("model.norm.weight")
+        final_norm = weights.final_norm()
         if final_norm is not None:
             init.copy(weight, final_norm)
 
@@ -81,6 +82,13 @@ class FeatureDrafter(TrainableDrafter):
         """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own
         tensor) from layer `layer` (0-based) of the target; raises `UserError` when it has no such
         layer, or one of another kind or size."""
+        whole = any(name.startswith("mlp.") for name in wanted)
+        if reason := unlike_llama(weights, layer, whole):
+            raise UserError(
+                f"head.from_target_layer={layer} does not fit target '{self.info.id}' "
+                f"({self.info.model_type}), whose layer computes something else than one of a "
+                f"drafter: {reason}. Use -1."
+            )
         named = {f"{name}.weight": parameter for name, parameter in wanted.items()}
         self.copy_tensors(weights, layer, named)
 

@@ -82,9 +82,10 @@ class Shortlist(nn.Module):
 def logits_of(states: Tensor, lm_head: nn.Linear, tokens: Tensor) -> Tensor:
     """The LM head's logits [..., k] of states [..., H], each for its own tokens [..., k].
 
-    Their rows are read one by one if that is less than the whole matrix, as in drafting.
+    Their rows are read one by one if that is less than the whole matrix, as in drafting. A layer
+    with low-rank updates (peft's, with a `base_layer`) has no rows that include them.
     """
-    if tokens.numel() >= lm_head.out_features:
+    if tokens.numel() >= lm_head.out_features or hasattr(lm_head, "base_layer"):
         return cast(Tensor, lm_head(states)).gather(-1, tokens)
     rows = F.embedding(tokens, lm_head.weight)  # [..., k, H]
     return (rows @ states[..., None])[..., 0]

@@ -112,7 +112,7 @@ class TapDrafter(ReducedDrafter):
 
     @classmethod
     def export_method(cls, config: TapConfig) -> str:
-        """The kind's name, as long as the whole LM head is computed."""
+        """The kind's name, if no shortlist is configured."""
         return "specvocab" if config.shortlist else cls.kind
 
     def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:

@@ -26,6 +26,7 @@ from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
 from heads.api.tensors import read_tensors
 from heads.nn import init
 from heads.nn.small_lm.config import BIAS_FAMILIES, QK_NORM_FAMILIES, NetworkConfig
+from heads.nn.target.llama import ADDS_ONE
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that a drafter can start from."""
@@ -256,6 +257,11 @@ def copy_target_layers(
     missing = sorted(name for name in wanted if name not in state)
     extra = sorted(name for name in state if name.startswith(prefixes) and name not in wanted)
     odd = missing or extra or [n for n, p in wanted.items() if p.shape != state[n].shape]
+    if weights.norm_offset:
+        raise UserError(
+            f"layers of target '{info.id}' ({info.model_type}) cannot start a Llama drafter: "
+            f"{ADDS_ONE}. Use head.from_target_layers=[] for a fresh drafter."
+        )
     if odd:
         raise UserError(
             f"layers {list(layers)} of target '{info.id}' ({info.model_type}, "

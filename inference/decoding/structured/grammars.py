@@ -134,7 +134,7 @@ def _xgrammar() -> Any:
     except ImportError as error:
         raise UserError(
             "structured output needs xgrammar, which is not installed: pip install "
-            "'headstart[structured]'."
+            "xgrammar, or install Headstart with its extra `structured`."
         ) from error
     return xgrammar
 

@@ -17,7 +17,9 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import inference.target.quantization as quantization
+from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
+from heads.api.registry import get_kind
 from inference.kernels.packed_linear import supported
 from inference.target.loading import (
     RECURRENT,
@@ -42,6 +44,7 @@ from tests.models import (
     SMALL,
     VOCAB,
     random_model,
+    random_target,
     save_random_target,
 )
 from train.generate.target_facts import TargetFacts
@@ -296,6 +299,27 @@ def test_shared_weights_are_the_models_own_memory(family: str) -> None:
             and not weights.state[name].requires_grad
         )
     assert len(weights.state) == len(list(model.parameters()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "offset"), [("llama", 0.0), ("qwen3", 0.0), ("gemma2", 1.0), ("gemma3_text", 1.0)]
+)
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "mtp", "dflash"])
+def test_drafters_start_with_the_targets_final_norm(family: str, offset: float, kind: str) -> None:
+    """Whatever the target's norm adds to its weights."""
+    target = random_target(family)
+    drafter = new_drafter(kind, get_kind(kind).config_class(), target.info, target.weights, 0)
+    assert target.weights.norm_offset == offset
+    norm = drafter.blocks[0].norm if kind == "mtp" else drafter.norm
+    states = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    assert target.final_norm is not None
+    torch.testing.assert_close(norm(states).float(), target.final_norm(states).float())
+
+
+def test_a_norm_with_a_bias_adds_nothing() -> None:
+    weights = shared_weights(random_model("gpt2"))
+    assert weights.norm_offset == 0.0 and weights.final_norm() is None
 
 
 def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(

@@ -183,6 +183,17 @@ def test_the_objective_is_the_drift_plus_the_drafters_loss_on_updated_features(
     torch.testing.assert_close(total, kl, rtol=1e-3, atol=1e-3)
 
 
+def test_weighted_answers_are_heeded_although_the_drift_is_not_weighted(micro: Path) -> None:
+    """`heads_first=0`: the first loss already has a distance to the original, by rounding."""
+    config = joint_settings(micro, replace(LORA, heads_first=0.0), context_weight=0.5)
+    run = JointRun(TrainingJob(**config, out=micro / "nowhere"), join_world("cpu"))
+    with torch.no_grad():
+        for value in run.backbone.parameters.values():
+            value += 0.02
+    assert run.data.weighed
+    run.check_updates()
+
+
 def gradients(joint: JointDrafter, batch: Any, progress: float) -> tuple[Tensor, Tensor]:
     """Of the drafter and of the updates, laid end to end."""
     joint.zero_grad()
