@@ -141,4 +141,10 @@ def tau_facts(found: TauEstimate) -> Facts:
 
 
 def cell(value: float, interval: Sequence[float], form: str = ".2f") -> str:
-    return f"{value:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
+    """A value with its interval. A bound that would read 1.00 without being 1 has a third digit, as
+    it decides whether the interval of a ratio includes 1."""
+    low, high = (
+        ".3f" if form == ".2f" and f"{bound:.2f}" == "1.00" and f"{bound:.4f}" != "1.0000" else form
+        for bound in interval
+    )
+    return f"{value:{form}} [{interval[0]:{low}}, {interval[1]:{high}}]"

@@ -324,7 +324,10 @@ def speed_text(rows: Sequence[Facts]) -> str:
     if not sizes:
         return ""
     of = " or ".join(map(str, sizes))
-    return f"Training tokens/s: throughput.json, online, {of} rows a step, on a quiet machine."
+    return (
+        f"Training tokens/s: throughput.json, online, {of} rows a step, on a quiet machine, with "
+        "the defaults of the commit in that report."
+    )
 
 
 def missing_line(content: Facts) -> list[str]:

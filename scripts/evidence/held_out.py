@@ -96,8 +96,9 @@ def markdown(content: Facts) -> list[str]:
         "# The held-out check",
         "",
         f"A second small target (Qwen3, {int(content['target']['parameters']) / 1e6:.2f} M "
-        "parameters, own tokenizer, trained on C++ headers), the recipes and learning rates of "
-        "the embedded target, two passes over its greedy answers; chain of 4 at temperature 0, "
+        "parameters, own tokenizer, trained on C++ headers), the recipes and learning rates that "
+        "experiment=families had when this was measured, two passes over its greedy answers; chain "
+        "of 4 at temperature 0, "
         f"prompts of files that neither target nor drafters saw. Made by `{content['command']}`; "
         "numbers in full: held_out.json.",
         "",
