@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -100,8 +101,8 @@ class AnswerSets:
         `UserError` if hardly any text is a new prompt."""
         prompts = rows_in(answers)
         each = max(BEGUN, math.ceil(LEAST_BEGUN / prompts))
-        folder = self.folder / f"written-{digest([answers_facts(answers), each])}"
         config, begun = FeedbackConfig(variations=each), each * prompts
+        folder = self.folder / f"written-{digest([answers_facts(answers), wishes(config)])}"
         files: list[Path] = []
         found: list[Line] = []
         while len(found) < count:
@@ -137,7 +138,8 @@ class AnswerSets:
     def all(self) -> Path:
         """The answers to all prompts, at least `pool`; raises `UserError` if there are fewer."""
         own, wanted = self.bench.place.answers, math.ceil(self.pool * (1 + SPARE))
-        prompts = self.folder / "prompts" / f"all-{digest([answers_facts(own), wanted])}.jsonl"
+        key = [answers_facts(own), wanted, wishes(FeedbackConfig())]
+        prompts = self.folder / "prompts" / f"all-{digest(key)}.jsonl"
         if not prompts.is_file():
             lines = [prompt_line(row) for row in self.rows(own)]
             if wanted > len(lines):
@@ -176,7 +178,8 @@ class AnswerSets:
         """The first `few` answers, and answers to prompts that the target writes from theirs, up to
         `count`."""
         start = self.first(few)
-        prompts = self.folder / "prompts" / f"few-{digest([answers_facts(start), count])}.jsonl"
+        key = [answers_facts(start), count, wishes(FeedbackConfig())]
+        prompts = self.folder / "prompts" / f"few-{digest(key)}.jsonl"
         if not prompts.is_file():
             write_lines(prompts, self.written(start, math.ceil((count - few) * (1 + SPARE))))
         return self.joined(f"from-{few}", [start, self.answered("few", prompts)], count)
@@ -186,14 +189,14 @@ class AnswerSets:
         held them likely, up to `count` if there are enough. checkpoint: the drafter whose chains of
         `depth` were rejected."""
         weights = file_sha256(checkpoint / WEIGHTS_FILE)
-        key = [answers_facts(answers), weights, depth, count]
+        each = math.ceil((count - rows_in(answers)) / rows_in(answers))
+        config = FeedbackConfig(branches=each)
+        key = [answers_facts(answers), weights, depth, count, wishes(config)]
         branches = self.folder / "prompts" / f"branches-{digest(key)}.jsonl"
         if not branches.is_file():
             words = ["sampling.shape=chain", f"sampling.depth={depth}"]
             words += [f"generate.drafter={checkpoint}", "generate.records.enabled=true"]
             drafted = self.answered("drafted", self.prompts_of(answers), *words)
-            each = math.ceil((count - rows_in(answers)) / rows_in(answers))
-            config = FeedbackConfig(branches=each)
             write_branches([(drafted, drafted / RECORDS)], branches, config)
         if not branches.stat().st_size:
             return answers
@@ -208,6 +211,11 @@ class AnswerSets:
                 out, islice(chain.from_iterable(map(self.rows, folders)), count), folders[0]
             ),
         )
+
+
+def wishes(config: FeedbackConfig) -> Line:
+    """The settings that decide which variations and branches are written."""
+    return {k: v for k, v in asdict(config).items() if k.startswith(("variation", "branch"))}
 
 
 def prompt_line(row: AnswerRow) -> Line:
