@@ -67,11 +67,15 @@ def measure(
         return run.measure(config, loaded, arms, chosen, Path(folder))
 
 
+ELSEWHERE = {"prompts", "dataset", "server", "baseline_server", "serving"}
+"""Settings of `bench` that are arguments here, or belong to a measurement of a running server."""
+
+
 def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of `DecodeConfig` and of `BenchConfig`; raises `UserError` for any other. Both have
     a seed; a given one is that of the answers."""
     decode = {item.name for item in fields(DecodeConfig)}
-    bench = {item.name for item in fields(BenchConfig)} - decode - {"prompts"}
+    bench = {item.name for item in fields(BenchConfig)} - decode - ELSEWHERE
     for name in settings:
         if name not in decode | bench:
             raise UserError(f"'{name}' is no setting here.{suggest(name, decode | bench)}")

@@ -15,6 +15,7 @@ because the remaining numbers (lengths, accepted tokens, log p and log q) follow
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import threading
 import time
@@ -38,6 +39,7 @@ from inference.manifest import write_bytes, write_json
 FORMAT = 1
 FACTS_FILE = "records.json"
 VERIFICATIONS, SEQUENCES = "verifications", "sequences"
+RECORD_FILE = re.compile(rf"({VERIFICATIONS}|{SEQUENCES})-\d+\.parquet")
 SCHEMAS = {
     VERIFICATIONS: pa.schema(
         [
@@ -145,6 +147,11 @@ class VerificationLog:
         self._lock = threading.Lock()
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
         facts = {"format": FORMAT, "redacted": redact, **facts}
+        found = list(folder.glob("*.parquet"))
+        if odd := [path.name for path in found if not RECORD_FILE.fullmatch(path.name)]:
+            raise UserError(
+                f"'{folder}' holds '{odd[0]}', which is no file of records. Choose another folder."
+            )
         if not (folder / FACTS_FILE).is_file():
             write_json(folder / FACTS_FILE, facts)
         known = read_facts(folder)
@@ -157,7 +164,6 @@ class VerificationLog:
                 f"'{folder}' holds records of something else ({', '.join(different)} differ). "
                 "Choose another folder."
             )
-        found = list(folder.glob("*.parquet"))
         self.bytes = sum(path.stat().st_size for path in found)
         self._next = 1 + max((int(path.stem.rsplit("-", 1)[1]) for path in found), default=-1)
 

@@ -28,10 +28,10 @@ class Record:
     seconds: dict[str, float]
     ahead: tuple[int, int, float] | None = None
 
-    def outcome(self, domain: str = "") -> Outcome:
+    def outcome(self, domain: str = "", unit: str = "") -> Outcome:
         """The outcome from which tau and speed are computed."""
         passes = [PassRecord(*item) for item in self.passes]
-        return Outcome(self.prompt, domain, passes, self.seconds)
+        return Outcome(self.prompt, domain, passes, self.seconds, unit)
 
 
 @dataclass

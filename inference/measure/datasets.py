@@ -216,6 +216,8 @@ def _clear_errors(source: str, config: DatasetConfig) -> Iterator[None]:
 
     try:
         yield
+    except UserError:
+        raise
     except ValueError as error:  # an unknown split or configuration: datasets lists what exists
         raise UserError(
             f"dataset '{source}': {_first_line(error)}. Check bench.dataset.split "

@@ -19,7 +19,7 @@ never a mean of ratios.
 - efficiency = speedup / ideal speedup.
 
 Intervals are 95% bootstrap percentiles over prompts: the passes of one prompt depend on one
-another, prompts do not.
+another, prompts do not. The turns of a conversation, and a prompt at several lengths, are one unit.
 
 Legend: P prompts, D deepest drafted level, R resamples.
 """
@@ -60,14 +60,31 @@ class Outcome:
     passes: Sequence[PassRecord]
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds per phase (`PHASES`, "prefill"); empty where nothing is timed."""
+    unit: str = ""
+    """What intervals resample, if several prompts depend on one another (`Prompt.unit`); empty: the
+    prompt."""
 
 
 @dataclass(frozen=True)
 class PerPrompt:
-    """Sums per prompt. Subclasses add arrays [P, ...] and dictionaries of arrays."""
+    """Sums per prompt. Subclasses add arrays [P, ...] and dictionaries of arrays.
+
+    units [P]: what intervals resample; by default every prompt is one.
+    """
 
     prompts: list[str]
     domains: list[str]
+    units: list[str] = field(default_factory=list, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            object.__setattr__(self, "units", list(self.prompts))
+
+    def resampled(self, seed: int, resamples: int = RESAMPLES) -> Floats:
+        """Bootstrap weights of the prompts [R, P]; those of one unit are drawn together."""
+        place = {unit: row for row, unit in enumerate(dict.fromkeys(self.units))}
+        drawn = resample_weights(len(place), seed, resamples)
+        return drawn[:, [place[unit] for unit in self.units]]
 
     def take(self, rows: Sequence[int]) -> Self:
         """The sums of some prompts, in the order of `rows`."""
@@ -116,10 +133,11 @@ class Totals(PerPrompt):
     @classmethod
     def collect(cls, outcomes: Iterable[Outcome], depth: int) -> Totals:
         """Sum `outcomes` per prompt. depth: the deepest drafted level (0 without a drafter)."""
-        rows: dict[str, tuple[str, Floats, Floats, dict[str, float]]] = {}
+        rows: dict[str, tuple[str, str, Floats, Floats, dict[str, float]]] = {}
         for outcome in outcomes:
-            empty = (outcome.domain, np.zeros(4), np.zeros(depth), dict.fromkeys(CLOCK, 0.0))
-            _, counts, depths, seconds = rows.setdefault(outcome.prompt, empty)
+            names = outcome.domain, outcome.unit or outcome.prompt
+            empty = (*names, np.zeros(4), np.zeros(depth), dict.fromkeys(CLOCK, 0.0))
+            *_, counts, depths, seconds = rows.setdefault(outcome.prompt, empty)
             for record in outcome.passes:
                 assert record.accepted <= depth, (
                     f"a pass accepted {record.accepted} tokens of a draft {depth} deep"
@@ -132,11 +150,11 @@ class Totals(PerPrompt):
             raise UserError(
                 "there is nothing to measure: no prompt was decoded. Give at least one prompt."
             )
-        domains, counted, reached, clocks = zip(*rows.values(), strict=True)
+        domains, units, counted, reached, clocks = zip(*rows.values(), strict=True)
         times = {phase: np.array([clock[phase] for clock in clocks]) for phase in CLOCK}
         committed, passes, accepted, refused = np.stack(counted).T
         sums = (committed, passes, accepted, refused, np.stack(reached), times)
-        return cls(list(rows), list(domains), *sums)
+        return cls(list(rows), list(domains), *sums, units=list(units))
 
     def spent(self, *phases: str) -> Floats:
         """Seconds per prompt [P] in some phases."""
@@ -147,13 +165,17 @@ class Totals(PerPrompt):
         """Decode time per prompt [P], prefill excluded."""
         return self.spent(*PHASES, GAP)
 
+    def only(self, prompts: Sequence[str]) -> Totals:
+        """Some of the prompts, in the given order."""
+        place = {prompt: row for row, prompt in enumerate(self.prompts)}
+        return self.take([place[prompt] for prompt in prompts])
+
     def like(self, other: Totals) -> Totals:
         """The same prompts as `other`, in its order, so that both can be resampled together."""
-        place = {prompt: row for row, prompt in enumerate(self.prompts)}
-        assert set(place) == set(other.prompts), (
+        assert set(self.prompts) == set(other.prompts), (
             "an arm and its baseline must have decoded the same prompts"
         )
-        return self.take([place[prompt] for prompt in other.prompts])
+        return self.only(other.prompts)
 
 
 @dataclass(frozen=True)
@@ -215,7 +237,7 @@ def tau_estimate(totals: Totals, seed: int = 0) -> TauEstimate:
             "nothing was verified: every answer ended with its first token, so there is no "
             "accepted length to report. Give other prompts or a larger max_new_tokens."
         )
-    weights = resample_weights(len(totals.prompts), seed)
+    weights = totals.resampled(seed)
     accepted = totals.accepted.sum()
     beta = [divide(reached, passes) for reached in totals.reached.sum(0)]
     alpha = [divide(here, before) for here, before in zip(beta, [1.0, *beta], strict=False)]
@@ -237,7 +259,7 @@ def tokens_per_second(totals: Totals) -> float:
 
 def tokens_per_second_ci95(totals: Totals, seed: int = 0) -> tuple[float, float]:
     """95% bootstrap interval of `tokens_per_second` over prompts."""
-    weights = resample_weights(len(totals.prompts), seed)
+    weights = totals.resampled(seed)
     if not totals.decode_seconds.any():
         return 0.0, 0.0
     return interval95(weights @ totals.committed, weights @ totals.decode_seconds)
@@ -246,7 +268,7 @@ def tokens_per_second_ci95(totals: Totals, seed: int = 0) -> tuple[float, float]
 def speedup(arm: Totals, baseline: Totals, seed: int = 0) -> tuple[float, tuple[float, float]]:
     """Ratio of both tokens/s over the same prompts, with a paired bootstrap interval."""
     arm = arm.like(baseline)
-    weights = resample_weights(len(baseline.prompts), seed)
+    weights = baseline.resampled(seed)
     fast = (weights @ arm.committed) * (weights @ baseline.decode_seconds)
     slow = (weights @ baseline.committed) * (weights @ arm.decode_seconds)
     if not slow.any():
@@ -270,7 +292,7 @@ def gain(new: Totals, old: Totals, seed: int = 0) -> Gain:
     """The gain of `new` over `old`. Raises `UserError` if one of them verified nothing."""
     new = new.like(old)
     here, before = tau_estimate(new, seed), tau_estimate(old, seed)
-    weights = resample_weights(len(old.prompts), seed)
+    weights = old.resampled(seed)
     passes = (weights @ new.passes, weights @ old.passes)
     drawn = (passes[0] > 0) & (passes[1] > 0)
     theirs, ours = (
@@ -309,7 +331,7 @@ def exceeds_tau(arm: Totals, baseline: Totals, seed: int = 0) -> bool:
     cancels, so the interval of this quotient decides: its lower end must lie above 1.
     """
     arm = arm.like(baseline)
-    weights = resample_weights(len(baseline.prompts), seed)
+    weights = baseline.resampled(seed)
     tau = divide(arm.committed.sum(), arm.passes.sum())
     ratio = divide(tokens_per_second(arm), tokens_per_second(baseline))
     plain = (weights @ baseline.decode_seconds) * (weights @ arm.passes)

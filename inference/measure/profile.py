@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from heads.api.config import Depth, Repeats, Rows, Temperature, Tokens, config
+from heads.api.drafter import forget
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
@@ -88,7 +89,9 @@ class Turn:
 
 
 def take_turns(engines: Mapping[Key, Engine], blocks: Blocks, batch: int) -> dict[Key, list[Turn]]:
-    """Every block decoded by every engine in turn; the order rotates."""
+    """Every block decoded by every engine in turn; the order rotates. Drafters that remember
+    answers forget them before each turn: engines may share one that has answered the same prompts.
+    """
     names = list(engines)
     for name in names:  # not counted: buffers, thread pools and graphs settle
         list(engines[name].run(blocks[0][:batch]))
@@ -97,6 +100,7 @@ def take_turns(engines: Mapping[Key, Engine], blocks: Blocks, batch: int) -> dic
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):
             engine = engines[name]
+            forget(engine.drafter)
             engine.clock.reset()
             done = sorted(engine.run(block), key=lambda completion: completion.request.index)
             engine.clock.require_agreement()

@@ -41,7 +41,8 @@ Requests = Mapping[str, Request]
 class Prompt:
     """A prompt: `messages` for the chat template, token ids, or the beginning of a text. tools,
     arguments: what the template gets besides messages. constraint: the constraint on the answer.
-    turns: user messages that follow the answer (inference.measure.turns)."""
+    turns: user messages that follow the answer (inference.measure.turns). origin: the id of the
+    prompt that this one was made from, as a further turn or at another length; empty: none."""
 
     id: str
     domain: str
@@ -52,6 +53,12 @@ class Prompt:
     arguments: Mapping[str, object] | None = None
     constraint: Constraint | None = None
     turns: tuple[str, ...] = ()
+    origin: str = ""
+
+    @property
+    def unit(self) -> str:
+        """What intervals resample: prompts of one origin depend on one another."""
+        return self.origin or self.id
 
     def render(self, tokenizer: Any) -> list[int]:
         """The token ids that the target continues."""
@@ -176,7 +183,8 @@ def behind_others(
                     before.append(one.asked)
                     room -= sizes[one.id]
             text = TURN_SEPARATOR.join([*before, prompt.asked])
-            longer.append(replace(prompt.asking(text), id=f"{prompt.id}@{length}"))
+            made = replace(prompt.asking(text), id=f"{prompt.id}@{length}", origin=prompt.unit)
+            longer.append(made)
     return longer
 
 

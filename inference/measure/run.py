@@ -329,9 +329,9 @@ class _Session:
 
     def totals(self, name: str, repeats: Sequence[int] = ()) -> Totals:
         """The sums of an arm over some repeats; by default those that count."""
-        domains = {prompt.id: prompt.domain for prompt in self.prompts}
+        facts = {prompt.id: (prompt.domain, prompt.unit) for prompt in self.prompts}
         records = self.records.of(name, repeats) if repeats else self.timed(name)
-        outcomes = [record.outcome(domains[record.prompt]) for record in records]
+        outcomes = [record.outcome(*facts[record.prompt]) for record in records]
         deepest = max((p.accepted for outcome in outcomes for p in outcome.passes), default=0)
         engine = self.engines.get(name)
         return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)

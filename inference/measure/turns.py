@@ -55,7 +55,8 @@ def next_turns(prompts: Sequence[Prompt], answers: Mapping[str, str], number: in
         name = prompt.id.removesuffix(f"/{number - 1}") if number > 2 else prompt.id
         messages = (*prompt.messages, *said)
         turns = prompt.turns[1:]
-        following.append(replace(prompt, id=f"{name}/{number}", messages=messages, turns=turns))
+        made = replace(prompt, id=f"{name}/{number}", messages=messages, turns=turns)
+        following.append(replace(made, origin=prompt.unit))
     return following
 
 

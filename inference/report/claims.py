@@ -170,17 +170,18 @@ def _claim(report: Report, drafter: DrafterResult) -> Sentence:
     """The claim about the speed of one of the `leaders`."""
     low, high = drafter.speedup_ci95
     target, temperature = report.target.id, f"at temperature {report.settings.temperature:g}"
-    role = "the fastest trained drafter" if drafter.trained else "the fastest without training"
+    role = ", the fastest trained drafter" if drafter.trained else ", the fastest without training"
+    role = role if len(report.drafters) > 1 else ""  # as on the card of a single drafter
     interval = f"95% interval {low:.2f} to {high:.2f}"
     times = f"{drafter.speedup:.2f} times"
     if words := verdict_of(report, drafter):
         speed = f"{words} against plain decoding {temperature} ({times} its speed, {interval})"
-        return Sentence(f", {role}: {speed}{_taus(drafter)}", drafter.name)
+        return Sentence(f"{role}: {speed}{_taus(drafter)}", drafter.name)
     if high < 1.0:
         speed = f"is slower than plain decoding {temperature} ({times} its speed, {interval})"
     else:
         speed = f"makes {target} {times} as fast {temperature} ({interval})"
-    return Sentence(f", {role}, {speed}{_taus(drafter)}", drafter.name)
+    return Sentence(f"{role}{',' if role else ''} {speed}{_taus(drafter)}", drafter.name)
 
 
 def _taus(drafter: DrafterResult) -> str:

@@ -54,6 +54,8 @@ class DrafterFolder:
                 self.look()
             except OSError as error:  # the folder is not available now
                 logger.warning("'%s' cannot be looked at: %s", self.folder, error.strerror)
+            except Exception:  # of one checkpoint: later ones are still looked at
+                logger.exception("a checkpoint of '%s' is not taken", self.folder)
 
     def look(self) -> None:
         """Install the newest checkpoint if it is a different one and has not changed since the

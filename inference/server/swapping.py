@@ -154,7 +154,11 @@ class DrafterSwaps:
 
     def _load(self, checkpoint: Path | str) -> tuple[Any, str]:
         """A verified drafter and its name."""
-        if not Path(checkpoint).is_dir() and str(checkpoint) not in kind_names():
+        try:
+            there = str(checkpoint) in kind_names() or Path(checkpoint).is_dir()
+        except (OSError, ValueError):  # no name of a folder: too long, or with a zero
+            there = False
+        if not there:
             raise UserError(
                 f"there is no folder '{checkpoint}' here. Give the folder of a checkpoint on the "
                 "server's machine, or a kind without weights such as ngram."

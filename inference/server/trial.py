@@ -39,9 +39,9 @@ class ArmAnswer:
 class ArmState:
     """The results of one drafter of a trial so far.
 
-    drafter: its checkpoint folder or kind; rows: requests assigned to it; passes, committed,
-    accepted: their verifications, the tokens that these committed, and the drafted ones of these;
-    answers: the observations, in the order of completion.
+    drafter: its checkpoint folder or kind; rows: its requests with at least one verification;
+    passes, committed, accepted: their verifications, the tokens that these committed, and the
+    drafted ones of these; answers: the observations, in the order of completion.
     """
 
     drafter: str

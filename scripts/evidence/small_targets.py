@@ -308,7 +308,7 @@ class Bench:
             sums = {key: getattr(totals, key).tolist() for key in COUNTED}
             found = {"prompts": totals.prompts, "domains": totals.domains, **sums}
             write_json(kept, found)
-        arrays = {key: np.array(found[key]) for key in COUNTED}
+        arrays: dict[str, Any] = {key: np.array(found[key]) for key in COUNTED}
         return Totals(found["prompts"], found["domains"], **arrays, seconds={})
 
 

@@ -292,7 +292,8 @@ def preferred(run: RunConfig) -> tuple[str, str]:
     word = "the highest measured speedup"
     if report.is_file():
         measured = {item.name: item.speedup for item in read_report(report).drafters}
-        found = {name: measured[name] for name in known if name in measured}
+        rows = [item.name for item in best_of_sweeps(known)]  # as a sweep's rows are measured
+        found = {name: measured[name] for name in rows if name in measured}
     if not found:
         word = "the highest tau in training"
         done = {name: item.folder.parent for name, item in known.items()}

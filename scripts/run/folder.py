@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from inference.manifest import (
     write_bytes,
     write_json,
 )
+from inference.target.loading import TargetConfig
+from inference.target.revision import revision_of
 from inference.writers import Hold, clear, hold, is_writer_file
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, complete
@@ -71,6 +73,9 @@ class RunRecord:
     """running or complete."""
     inputs: dict[str, str] = field(default_factory=dict)
     """File -> sha256 of its content."""
+    target: str = ""
+    """Hash of the weights of a target in a local folder (`revision_of`); empty for others, and in
+    records of earlier versions."""
     choices: dict[str, Any] = field(default_factory=dict)
     """Option group -> chosen option."""
     seed: int = 0
@@ -86,7 +91,7 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         content = asdict(self)
-        for key in ("finished", "copied_from"):
+        for key in ("finished", "copied_from", "target"):
             if not content[key]:
                 del content[key]
         write_json(folder / RUN_FILE, content)
@@ -95,13 +100,15 @@ class RunRecord:
 @dataclass
 class StageFolder:
     """An opened stage folder. `complete`: nothing is left to do in it. settings: those of this
-    process, for config.yaml; None if the folder has them."""
+    process, for config.yaml; None if the folder has them. accepted: the changes, in words, that
+    `run.accept_changes` accepted although the folder was complete before."""
 
     path: Path
     complete: bool
     record: RunRecord = field(default_factory=RunRecord)
     held: Hold | None = None
     settings: Settings | None = None
+    accepted: Sequence[str] = ()
 
     @property
     def session(self) -> dict[str, Any]:
@@ -111,7 +118,12 @@ class StageFolder:
 
     def skip(self) -> bool:
         """Whether nothing is left to do in the stage; if so, prints that."""
-        if self.complete:
+        if self.complete and self.accepted:
+            say(
+                f"{shown(self.path)} is complete and stays as it is: {in_words(self.accepted)}. "
+                "run.accept_changes=true continues unfinished work; run.overwrite=true starts again"
+            )
+        elif self.complete:
             say(
                 f"{shown(self.path)} is complete; nothing has changed (run.overwrite=true starts "
                 "again)"
@@ -166,7 +178,7 @@ def open_folder(
         done = complete_record(path, settings, hashes, stage_decides)
         if done is not None:  # nothing is written, so the folder need not be held
             clear(path)  # left by a process that was killed while releasing it
-            return StageFolder(path, True, done)
+            return done
     held = None if several else hold(path)
     if is_main_process():
         if config.overwrite:
@@ -176,11 +188,12 @@ def open_folder(
     if not config.overwrite:
         done = complete_record(path, settings, hashes, stage_decides)
         if done is not None:  # completed by the process that held it until now
-            return StageFolder(path, True, done, held).released()
+            return replace(done, held=held).released()
     previous = read_record(path)
     record = RunRecord(
         stage=settings.stage.name,
         inputs=hashes,
+        target=target_weights(settings),
         choices=settings.choices,
         seed=config.seed,
         sessions=[*(previous.sessions if previous else []), this_session(settings)],
@@ -194,23 +207,38 @@ def open_folder(
 
 def complete_record(
     path: Path, settings: Settings, hashes: Mapping[str, str], stage_decides: bool
-) -> RunRecord | None:
-    """The record of a folder in which nothing is left to do, else None. Raises `UserError` for a
-    folder of another stage, or of other settings unless the stage decides."""
+) -> StageFolder | None:
+    """The folder if nothing is left to do in it, else None. Raises `UserError` for a folder of
+    another stage, or of other settings unless the stage decides or they are accepted."""
     require_free(path, settings.stage.name)
     previous = read_record(path)
     if previous is None:
         return None
-    accepted = settings.run.accept_changes or not holds_results(path)
-    changed = [] if accepted else changes(path, previous, settings, hashes)
-    if changed and not stage_decides:
-        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+    changed = changes(path, previous, settings, hashes) if holds_results(path) else []
+    if changed and not stage_decides and not settings.run.accept_changes:
         raise UserError(
-            f"'{path}' was made with other settings: {'; '.join(changed[:5])}{more}. Choose "
+            f"'{path}' was made with other settings: {in_words(changed)}. Choose "
             "another run.name (or run.drafter), start again with run.overwrite=true, or "
             "continue all the same with run.accept_changes=true."
         )
-    return previous if previous.complete and not changed else None
+    if not previous.complete or (changed and stage_decides):
+        return None
+    return StageFolder(path, True, previous, accepted=changed)
+
+
+def in_words(changed: Sequence[str]) -> str:
+    """Up to five changes, and the number of others."""
+    more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+    return "; ".join(changed[:5]) + more
+
+
+def target_weights(settings: Settings) -> str:
+    """Hash of the weights of the target that a stage reads; empty if it reads none, or one that is
+    not in a local folder."""
+    target = getattr(settings, "target", None)
+    if not isinstance(target, TargetConfig) or not Path(target.path).is_dir():
+        return ""
+    return revision_of(target.path, target.revision)
 
 
 def name_of(file: Path, folder: Path, run: Path) -> str:
@@ -330,11 +358,15 @@ def changes(
         for key in different(before, after)
         if moved_with(then, before.get(key), now, after.get(key))
     }
-    return [
+    found = [
         f"{key} was {before.get(key)!r}, is {after.get(key)!r}"
         for key in different(before, after)
         if key not in moved
     ] + [f"{name} has changed" for name in other_inputs(previous.inputs, hashes)]
+    weights = target_weights(settings)
+    if previous.target and weights and previous.target != weights:
+        found.append("the target's weights have changed")
+    return found
 
 
 def moved_with(then: tuple[Path, Path], before: Any, now: tuple[Path, Path], after: Any) -> bool:

@@ -19,7 +19,13 @@ def git_state() -> dict[str, Any]:
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
         return subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=20
+            command,
+            cwd=REPOSITORY,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # changed files may be of any encoding
+            check=True,
+            timeout=20,
         ).stdout
 
     if not (REPOSITORY / ".git").exists():

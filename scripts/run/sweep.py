@@ -121,6 +121,9 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
             optuna_sweeper.search(hydra, final, task)
         else:
             hydra.multirun(root_of(stage), task, texts, with_log_configuration=False)
+    except UserError:  # the search ends with a failed job, whose record has the error itself
+        if not any(record.error for record in read_records(folder)):
+            raise
     finally:
         records = read_records(folder)
         if records:

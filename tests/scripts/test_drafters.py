@@ -13,7 +13,8 @@ from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
-from inference.manifest import write_manifest
+from inference.manifest import write_json, write_manifest
+from inference.report.model import REPORT_FILE
 from inference.target.model import TargetModel
 from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import load_settings
@@ -21,6 +22,7 @@ from scripts.config.stages import STAGES
 from scripts.run import drafters
 from scripts.run.drafters import Found, choose
 from scripts.stages.measure import arm, chosen
+from tests.inference.example_report import example_report
 from tests.models import random_target
 
 RUN = RunConfig(name="x")
@@ -202,6 +204,13 @@ def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folde
     assert drafters.find("m@0.001", RUN).name == "m@0.001"
     with pytest.raises(UserError, match=r"Did you mean 'unfinished@0\.01'"):
         drafters.find("unfinished", RUN)
+    # chat and serve take the row that was measured to be fastest, under its name
+    for speed, fastest in ((1.1, "other"), (3.0, "m")):
+        speeds = {"m": speed, "other": 2.0}
+        rows = [{"draft": {"name": name}, "speedup": value} for name, value in speeds.items()]
+        write_json(RUN.directory / "measure" / REPORT_FILE, example_report(*rows))
+        assert drafters.preferred(RUN)[0] == fastest
+    assert drafters.find("m", RUN).checkpoint == found[0].checkpoint
 
 
 def test_a_jointly_trained_drafter_is_measured_only_by_name(

@@ -145,6 +145,43 @@ def test_other_settings_are_refused_by_name(in_folder: Path, complete: bool) -> 
         assert read_config(Path("out"))["optim"]["lr"] == 0.2
 
 
+def test_accepted_changes_do_not_reach_a_complete_folder_which_is_said(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = open_folder(settings(RunConfig(), optim={"lr": 0.1}), Path("out"))
+    Path("out/result").write_text("something")
+    folder.finish()
+    other = settings(RunConfig(accept_changes=True), optim={"lr": 0.2})
+    assert open_folder(other, Path("out")).skip()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "complete and stays as it is: optim.lr was 0.1, is 0.2" in said
+    # a stage that decides by itself works on it
+    assert not open_folder(other, Path("out"), stage_decides=True).complete
+
+
+def test_a_target_with_other_weights_is_a_change(in_folder: Path) -> None:
+    """As after fine-tuning in the same folder."""
+    weights = Path("model/model.safetensors")
+    weights.parent.mkdir()
+    weights.write_bytes(b"first")
+    given = load_settings(STAGES["audit"], ["target=local", "target.path=model"])
+    folder = open_folder(given, Path("out"))
+    Path("out/result").write_text("something")
+    folder.finish()
+    assert open_folder(given, Path("out")).complete
+    weights.write_bytes(b"second")
+    with pytest.raises(UserError, match="the target's weights have changed"):
+        open_folder(given, Path("out"))
+    assert not open_folder(given, Path("out"), stage_decides=True).complete
+    # records of earlier versions do not say which weights they had
+    record = json.loads(Path("out/run.json").read_text())
+    weights.write_bytes(b"first")
+    del record["target"]
+    Path("out/run.json").write_text(json.dumps({**record, "state": "complete"}))
+    weights.write_bytes(b"second")
+    assert open_folder(given, Path("out")).complete
+
+
 def test_where_figures_are_shown_may_change(in_folder: Path) -> None:
     """A tracker that is not installed, or not wanted any more, does not hold a training up."""
     for trackio in (True, False):

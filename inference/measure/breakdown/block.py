@@ -101,8 +101,7 @@ class _Sample:
 
     def count(self, answers: Sequence[Watched], depth: int, first: int = 0, end: int = 0) -> Counts:
         """See `Counts.of`."""
-        names, domains = zip(*((prompt.id, prompt.domain) for prompt in self.prompts), strict=True)
-        return Counts.of(answers, names, domains, depth, first, end)
+        return Counts.of(answers, self.prompts, depth, first, end)
 
     def loss(self, arm: Arm, watched: Sequence[Watched], measured: Measured) -> schema.DrafterLoss:
         """The split of the speed that an arm lacks."""

@@ -14,15 +14,8 @@ from typing import Any
 import numpy as np
 
 from inference.measure.breakdown.observe import DRAFTED, FIRST, RANKS, Watched
-from inference.measure.metrics import (
-    Floats,
-    PerPrompt,
-    divide,
-    interval95,
-    middle95,
-    ratios,
-    resample_weights,
-)
+from inference.measure.metrics import Floats, PerPrompt, divide, interval95, middle95, ratios
+from inference.measure.prompts import Prompt
 from inference.report.model import CalibrationBin, CalibrationGap, DraftStates
 
 BINS = 10
@@ -54,13 +47,12 @@ class Counts(PerPrompt):
     def of(
         cls,
         answers: Sequence[Watched],
-        prompts: Sequence[str],
-        domains: Sequence[str],
+        prompts: Sequence[Prompt],
         depth: int,
         first: int = 0,
         end: int = 0,
     ) -> Counts:
-        """Sum `answers` (of `prompts`, in `domains`). depth: D. first, end: the part of the answers
+        """Sum `answers` (of `prompts`). depth: D. first, end: the part of the answers
         that counts; end 0: everything from `first` on."""
         size = len(answers)
         passes, committed = np.zeros((2, size))
@@ -88,8 +80,8 @@ class Counts(PerPrompt):
                     cell = min(BINS - 1, int(state.confidence * BINS))
                     bins[row, cell] += (1, state.confidence, state.rank == 0)
         return cls(
-            list(prompts),
-            list(domains),
+            [prompt.id for prompt in prompts],
+            [prompt.domain for prompt in prompts],
             passes,
             committed,
             reached,
@@ -100,6 +92,7 @@ class Counts(PerPrompt):
             missed,
             ranks,
             bins,
+            units=[prompt.unit for prompt in prompts],
         )
 
     @property
@@ -113,7 +106,7 @@ class Counts(PerPrompt):
 
     def draws(self, seed: int) -> Floats:
         """Bootstrap weights [W, S] over the sample's prompts."""
-        return resample_weights(len(self.prompts), seed, RESAMPLES)
+        return self.resampled(seed, RESAMPLES)
 
     def states(self, seed: int, depth: int | None = None) -> DraftStates:
         """The rates of the drafted tokens at one depth; None: of all depths together."""

@@ -41,7 +41,7 @@ import numpy as np
 
 from heads.api.errors import UserError
 from inference.measure.breakdown.counts import RESAMPLES, Counts, Rates, expected_tau
-from inference.measure.metrics import GAP, Floats, Totals, middle95, ratios, resample_weights
+from inference.measure.metrics import GAP, Floats, Totals, middle95, ratios
 from inference.report.model import LossSplit, LossTerm
 from inference.tune.tree_search import SearchedTree, pool_ranks, search_tree
 
@@ -75,7 +75,7 @@ def split(measured: Measured, counts: Counts, seed: int = 0) -> LossSplit:
     """The terms in the order of `TERMS`; the ceiling times all factors is the speedup."""
     size = len(measured.arm.prompts)
     once = np.ones((1, size))
-    drawn = resample_weights(size, seed, RESAMPLES)
+    drawn = measured.arm.resampled(seed, RESAMPLES)
     factors = _factors(measured, counts, once, counts.once)
     spread = _factors(measured, counts, drawn, counts.draws(seed + 1))
     tau, plain, drafted = _ends(measured, once)

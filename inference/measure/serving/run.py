@@ -29,6 +29,7 @@ from rich.console import Console
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.structured.constraint import Constraint
 from inference.engines.client import TEXT, Answer, Endpoint, OverlongError
 from inference.engines.models import last_name
@@ -85,6 +86,17 @@ COUNTER_CAVEAT = (
 )
 
 
+def require_sent(decode: DecodeConfig) -> None:
+    """Raise `UserError` for sampling settings that no request to a server contains."""
+    own, plain = decode.sampling(), SamplingSettings()
+    names = ("repetition_penalty", "logit_bias", "bad_words")
+    if given := [name for name in names if getattr(own, name) != getattr(plain, name)]:
+        raise UserError(
+            f"decode.{given[0]} is not sent to a running server: bench.server takes temperature, "
+            "top_p, top_k and min_p. Leave it out."
+        )
+
+
 def measure_server(
     config: BenchConfig,
     decode: DecodeConfig,
@@ -103,6 +115,7 @@ def measure_server(
     the server's last text for every prompt. Raises `UserError` for a server that cannot be
     measured.
     """
+    require_sent(decode)
     session = _Session(config, decode, loaded, tokenizer, out)
     with only_writer(out):
         report = asyncio.run(_measured(session, provenance, console))
@@ -384,7 +397,8 @@ class _Session:
 
     async def every_turn(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts of all turns of conversations, behind the first server's answers. A
-        conversation ends at a turn that is too long."""
+        conversation ends at a turn that is too long. All servers answer the turns, so that all have
+        them in a prefix cache alike."""
         found, asked = list(prompts), conversations(prompts)
         for number in count(2):
             if not asked:
@@ -394,7 +408,7 @@ class _Session:
             for prompt in asked:
                 if (known := self.log.turns.get(prompt.id)) is not None:
                     answers[prompt.id] = known
-                elif said := await self.ask("a turn", prompt, self.sides[:1]):
+                elif said := await self.ask("a turn", prompt, self.sides):
                     answers[prompt.id] = said[0].text
                     self.log.add_turn(prompt.id, said[0].text)
             turns = next_turns(asked, answers, number)

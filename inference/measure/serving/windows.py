@@ -189,8 +189,9 @@ class Side:
         if self.last is not None and look is not None and _fell(self.last, look):
             self.restarts += 1
 
-    async def patiently(self, what: str, act: Any, *arguments: Any) -> Any:
-        """Repeat an action that may fail for a while; raises `UserError` after the last attempt."""
+    async def patiently(self, what: str, act: Any, *arguments: Any, of_window: bool = False) -> Any:
+        """Repeat an action that may fail for a while; raises `UserError` after the last attempt.
+        of_window: failures count as repeated windows."""
         failures = hopeless = 0
         while True:
             try:
@@ -209,7 +210,7 @@ class Side:
                 wait = min(LONGEST_WAIT, max(error.wait, doubled))
                 logger.warning("%s: %s; again in %g s", what, error, wait)
                 await asyncio.sleep(wait)
-                self.repeated += 1
+                self.repeated += of_window
 
     async def measure(
         self,
@@ -222,7 +223,7 @@ class Side:
         """Measure a window and keep it; raises `OverlongWindowError`."""
         where = f"domain '{group.domain}', concurrency {concurrency}"
         given = (group, bodies, concurrency, repeat, number)
-        self.windows.append(await self.patiently(where, self._window, *given))
+        self.windows.append(await self.patiently(where, self._window, *given, of_window=True))
 
     async def _window(
         self,

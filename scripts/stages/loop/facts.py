@@ -16,6 +16,7 @@ from typing import Any, NotRequired
 from typing_extensions import TypedDict
 
 from heads.api.config import build
+from heads.api.errors import UserError
 from heads.api.reading import read_as, read_object, require_fit
 from inference.decoding.requests import PassRecord
 from inference.manifest import checkpoint_hash, write_json
@@ -255,8 +256,17 @@ def totals(folder: Path, name: str) -> Totals:
 
 
 def compare(new: tuple[Path, str], old: tuple[Path, str]) -> Gain:
-    """The gain of one drafter over another, each given by its measurement's folder and name."""
-    return gain(totals(*new), totals(*old))
+    """The gain of one drafter over another, each given by its measurement's folder and name, on the
+    prompts of both measurements. Raises `UserError` if they have none in common."""
+    one, other = totals(*new), totals(*old)
+    both = [prompt for prompt in one.prompts if prompt in other.prompts]
+    if not both:
+        raise UserError(
+            f"'{new[0]}' and '{old[0]}' have measured no prompt in common, so the rounds cannot be "
+            "compared. Leave bench.* out of loop.round.overrides, or start again with "
+            "run.overwrite=true."
+        )
+    return gain(one.only(both), other.only(both))
 
 
 def other_seconds(folder: Path) -> float:

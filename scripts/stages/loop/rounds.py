@@ -6,7 +6,7 @@ of the best round so far speeds up the answering. Its verifications are recorded
 weights and choices of training data (`feedback`), and training continues from its weights. Switches
 without a gain are turned off. All decisions follow from the rounds' folders, and <run>/loop.json
 records each decision with its reason. So the same command continues after any interruption and
-comes to the same end (docs/rounds.md).
+comes to the same end, unless measured time decides (docs/rounds.md).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from heads.api.reading import read_object
 from inference.audit.comparison import audit
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
+from inference.decoding.rules.names import TEXT, promise
 from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, file_sha256, write_json
 from inference.measure.metrics import divide
@@ -49,7 +50,12 @@ def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGe
     drafted, drafted_seconds, passes = decode_timed(engine, requests)
     width = max(2, engine.tree.num_nodes)
     given = target, requests, plain, drafted, sampling.sampling(), width
-    found = audit(*given, exact=sampling.exact, chunk=sampling.prefill_chunk)
+    found = audit(
+        *given,
+        examined=promise(engine.decode.acceptance, sampling.temperature) == TEXT,
+        exact=sampling.exact,
+        chunk=sampling.prefill_chunk,
+    )
     result = HelpedGeneration(
         answers=len(requests),
         tokens=sum(map(len, plain)),

@@ -107,7 +107,11 @@ def launch_step(prefix: str, step: Step) -> None:
     file = settings.run.directory / "launch" / f"{name}-{drafter}.yaml"
     write_settings(settings, file)
     program = Path(sys.executable).with_name("headstart")
-    command = [*shlex.split(prefix), str(program), name, "--config", str(file)]
+    try:
+        words = shlex.split(prefix)
+    except ValueError as error:
+        raise UserError(f"loop.launch cannot be split into words ({error}): {prefix}") from error
+    command = [*words, str(program), name, "--config", str(file)]
     print(f"{shlex.join(command)}\n(as {shlex.join(settings.command)})", flush=True)
     try:
         status = subprocess.run(command, check=False).returncode

@@ -3,20 +3,31 @@ one wins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from heads.api.checkpoint import new_drafter
+from heads.api.drafter import forget
 from heads.api.errors import UserError
+from heads.suffix import Config as SuffixConfig
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.structured.constraint import Constraint
-from inference.measure.profile import ProfileConfig, Setting, best, context_of, make_blocks, profile
+from inference.measure.profile import (
+    ProfileConfig,
+    Setting,
+    best,
+    context_of,
+    make_blocks,
+    profile,
+    take_turns,
+)
 from inference.measure.prompts import Prompt, to_requests
 from inference.report.model import ProfilePoint
 from inference.target.model import TargetModel
@@ -258,3 +269,17 @@ def test_shorter_chains_have_no_lengths_of_the_longest(
     config = ProfileConfig(batches=(2,), depths=(1, 2))
     found = profile(config, target, [arm], asked, seed=1)
     assert {point.depth for point in found.points} == {1, 2}
+
+
+def test_a_drafter_that_remembers_has_not_answered_the_prompts_before(target: TargetModel) -> None:
+    """Engines of several draft lengths share it, and each decodes the same prompts."""
+    drafter = new_drafter("suffix", SuffixConfig(history_tokens=4096), target.info, target.weights, 0)
+    blocks = [to_requests(prompts(), target.tokenizer, DECODE)]
+
+    def accepted(depths: Sequence[int]) -> int:
+        engines = {d: Engine(target, drafter, replace(DECODE, depth=d)) for d in depths}
+        (turn,) = take_turns(engines, blocks, batch=1)[3]
+        return sum(record.accepted for done in turn.completions for record in done.passes)
+
+    forget(drafter)
+    assert accepted([2, 3]) == accepted([3])

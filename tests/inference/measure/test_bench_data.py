@@ -420,8 +420,9 @@ def test_sources_that_do_not_exist_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = DatasetConfig(template="{question}")
-    with pytest.raises(UserError, match="there is no prompt file or folder"):
+    with pytest.raises(UserError, match="there is no prompt file or folder") as error:
         load_bench_prompts("questions.csv", config)
+    assert "bench.dataset.split" not in str(error.value)
     with pytest.raises(UserError, match="there is no prompt file or folder"):
         load_bench_prompts(str(tmp_path / "nowhere"), config)
     table = tmp_path / "q.parquet"

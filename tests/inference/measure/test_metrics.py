@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -107,6 +108,26 @@ def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         low, high = metrics.tau_estimate(Totals.collect(rows, 1), seed=trial).ci95
         covered += low <= 1.6 <= high
     assert 86 <= covered <= 100
+
+
+def test_prompts_of_one_unit_are_drawn_together() -> None:
+    """As the turns of a conversation: their intervals cover the truth as often as they say."""
+    rng = np.random.default_rng(5)
+    covered = 0
+    for trial in range(100):
+        rows = []
+        for talk in range(40):
+            chance = rng.uniform(0.2, 1.0)  # what the turns of a conversation have in common
+            for turn in range(3):
+                passes = rng.binomial(1, chance, 12).tolist()
+                rows.append(replace(outcome(f"{talk}/{turn}", "x", passes, 1), unit=str(talk)))
+        low, high = metrics.tau_estimate(Totals.collect(rows, 1), seed=trial).ci95
+        covered += low <= 1.6 <= high
+    assert covered >= 86
+    totals = Totals.collect(rows, 1)
+    assert totals.units[:4] == ["0", "0", "0", "1"] and totals.take([3, 0]).units == ["1", "0"]
+    weights = totals.resampled(seed=0)
+    assert weights.shape[1] == 120 and (weights[:, 0] == weights[:, 2]).all()
 
 
 def test_intervals_repeat_with_the_seed() -> None:

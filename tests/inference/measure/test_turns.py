@@ -51,6 +51,8 @@ def test_every_turn_stands_behind_the_answers_of_plain_decoding(target: TargetMo
     assert third.messages[:3] == second.messages
     assert third.messages[3]["content"] == answer(target, second)
     assert third.asked == "And 1?" and third.turns == ()
+    # intervals draw a conversation as a whole
+    assert [one.unit for one in found] == ["one", "alone", "two", "one", "two", "one"]
     assert {one.domain for one in found} == {"chat"}
 
 

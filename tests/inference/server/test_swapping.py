@@ -192,7 +192,8 @@ def test_what_else_is_refused(
     running: Running, target: TargetModel, folders: dict[str, Path], monkeypatch: Any
 ) -> None:
     swaps = running.service.swaps
-    for name, words in (("nowhere", "no folder"), ("eagle3", "has to be trained")):
+    wrong = {"nowhere": "no folder", "x" * 5000: "no folder", "eagle3": "has to be trained"}
+    for name, words in wrong.items():
         with pytest.raises(UserError, match=words):
             swaps.install(name)
     for share in (0.0, 1.0):
@@ -322,6 +323,30 @@ def test_a_server_looks_at_its_folder_by_itself(
         made.rename(tmp_path / "one")
         until(lambda: found.service.swaps.current() == str(tmp_path / "one"))
         assert asyncio.run(ask(found, 1))[1] == offline(engine, PROMPTS[1], 1, max_new_tokens=8)[0]
+
+
+def test_a_checkpoint_with_a_fault_of_its_own_does_not_end_the_looking(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one of a foreign kind; the next one is taken."""
+    monkeypatch.setattr("inference.server.drafter_folder.LOOK_SECONDS", 0.05)
+    decode = DecodeConfig(batch_size=2, depth=3, max_new_tokens=8)
+    with serving(
+        Engine(target, load_drafter("ngram", target), decode), watch_folder=str(tmp_path)
+    ) as found:
+        swaps, real, tried = found.service.swaps, found.service.swaps.install, list[str]()
+
+        def install(checkpoint_: Any) -> Any:
+            tried.append(Path(checkpoint_).name)
+            if tried[-1] == "odd":
+                raise KeyError("layers")
+            return real(checkpoint_)
+
+        monkeypatch.setattr(swaps, "install", install)
+        checkpoint(tmp_path / ".odd", target, "eagle3").rename(tmp_path / "odd")
+        until(lambda: "odd" in tried)
+        checkpoint(tmp_path / ".good", target, "eagle3", 5).rename(tmp_path / "good")
+        until(lambda: swaps.current() == str(tmp_path / "good"))
 
 
 # Counting

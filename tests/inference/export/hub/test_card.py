@@ -113,7 +113,7 @@ def test_numbers_are_the_reports() -> None:
 
 def test_a_gain_is_claimed_only_where_the_measurement_shows_one() -> None:
     target = CONFIG["target"]["id"]
-    claim = f"**eagle3**, the fastest trained drafter, makes {target} 1.80 times as fast at"
+    claim = f"**eagle3** makes {target} 1.80 times as fast at"
     assert claim in written()[1]
     uncertain = report_of(DIGEST, {"speedup": 1.4, "speedup_ci95": [0.82, 2.31]})
     text = written(uncertain)[1]

@@ -331,7 +331,8 @@ def figures(target: TargetModel, sort: type[Fake], decode: DecodeConfig) -> tupl
         return Totals.collect(outcomes, decode.tree().max_depth)
 
     watched = watch(target, scripted(target, decode, sort), decode, requests)
-    counts = Counts.of(watched, names, domains, decode.tree().max_depth)
+    own = [Prompt(*pair) for pair in zip(names, domains, strict=True)]
+    counts = Counts.of(watched, own, decode.tree().max_depth)
     nodes = decode.tree().num_nodes
     return Measured(
         totals(arm, 0.002, 0.001), totals(plain, 0.001, 0.0), 1, nodes, widening=1.5
@@ -402,7 +403,7 @@ def test_calibration_by_hand() -> None:
         State(1, CORRECTED, 1, 2, True, rank=-1, confidence=0.12),
     ]
     request = Request(0, (1,), 0, 9)
-    counts = Counts.of([Watched(request, states)] * 2, ["a", "b"], ["x", "x"], 2)
+    counts = Counts.of([Watched(request, states)] * 2, [Prompt("a", "x"), Prompt("b", "x")], 2)
     bins = counts.calibration_bins()
     assert counts.calibration_gap(0).ece == pytest.approx((abs(0.95 + 0.91 - 1) + 0.12) / 3)
     assert bins[9].to_dict() == {"count": 4, "confidence": pytest.approx(0.93), "accepted": 0.5}

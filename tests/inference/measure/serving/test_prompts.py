@@ -234,6 +234,14 @@ def test_a_conversation_goes_on_behind_the_answer_that_it_had(tmp_path: Path) ->
     assert behind == {"x" * TOKENS}
 
 
+def test_all_servers_answer_the_turns(tmp_path: Path) -> None:
+    """Otherwise the first one alone has the conversations in its prefix cache."""
+    talk = Prompt("talk", "prose", messages=said("prose to begin with"), turns=("prose again",))
+    with serving() as stub, serving(speculates=False) as plain:
+        measure(tmp_path / "out", stub, [talk, *prompts()], plain)
+    assert len(stub.bodies) == len(plain.bodies)
+
+
 def test_nothing_fits(tmp_path: Path) -> None:
     with serving(longest=4) as stub, pytest.raises(UserError, match="no prompt fits"):
         measure(tmp_path / "out", stub, prompts())

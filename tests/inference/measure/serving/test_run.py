@@ -21,7 +21,7 @@ from inference.measure.datasets import Loaded
 from inference.measure.metrics import resample_weights
 from inference.measure.prompts import Prompt
 from inference.measure.serving.config import ServingConfig
-from inference.measure.serving.run import measure_server
+from inference.measure.serving.run import measure_server, require_sent
 from inference.measure.serving.summary import estimate
 from inference.measure.serving.windows import told
 from inference.report.markdown import print_table, render
@@ -360,6 +360,15 @@ def test_a_baseline_that_begins_to_speculate_is_refused(tmp_path: Path) -> None:
     born = {"faults": deque([None, None, "kill"]), "reborn": {"speculates": True}}
     with serving() as stub, serving(speculates=False, **born) as plain:
         assert "speculates too" in refused(tmp_path, stub, plain=plain)
+
+
+@pytest.mark.parametrize(
+    "given", [{"repetition_penalty": 1.2}, {"logit_bias": ((3, 1.0),)}, {"bad_words": ((5,),)}]
+)
+def test_sampling_settings_that_are_not_sent_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"decode.{next(iter(given))} is not sent to a running"):
+        require_sent(DecodeConfig(temperature=1.0, top_p=0.9, **given))
+    require_sent(DecodeConfig(temperature=1.0, top_p=0.9))
 
 
 def test_a_baseline_of_another_model_is_refused(tmp_path: Path) -> None:
