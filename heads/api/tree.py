@@ -70,8 +70,14 @@ class TokenTree:
         """A static tree from paths of sibling ranks: [[0], [1], [0, 0]] is the two best first
         tokens and one second token.
 
-        Every prefix of a path must be listed as well. Raises `UserError` otherwise.
+        Every prefix of a path must be listed as well. Raises `UserError` otherwise, and for an
+        empty path.
         """
+        if any(len(path) == 0 for path in choices):
+            raise UserError(
+                "decode.choices has an empty path, which stands for no drafted token (the root is "
+                "always there): leave it out. Paths are sibling ranks, such as [[0], [1], [0, 0]]."
+            )
         paths = sorted({tuple(path) for path in choices}, key=lambda path: (len(path), path))
         index: dict[tuple[int, ...], int] = {(): 0}
         parents = [0]

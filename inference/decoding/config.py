@@ -142,12 +142,16 @@ class DecodeConfig(SamplingSettings):
 
     def _check_ahead(self) -> None:
         """Raise `UserError` for settings that do not go with drafting ahead."""
-        if self.shape != "chain" or self.adaptive != "none":
-            given = f"adaptive={self.adaptive}" if self.shape == "chain" else f"shape={self.shape}"
+        if self.shape != "chain" or self.adaptive_settings().active:
+            given = f"adaptive={self.adaptive}"
+            if self.shape != "chain":
+                given = f"shape={self.shape}"
+            elif self.adaptive_lengths:
+                given = f"adaptive_lengths={list(self.adaptive_lengths)}"
             raise UserError(
-                "decode.ahead=true drafts chains of one length ahead: it needs decode.shape=chain "
-                f"and decode.adaptive=none; given: decode.{given}. Change that, or leave out "
-                "decode.ahead."
+                "decode.ahead=true drafts chains of one length ahead: it needs decode.shape=chain, "
+                "decode.adaptive=none and no decode.adaptive_lengths; given: "
+                f"decode.{given}. Change that, or leave out decode.ahead."
             )
         if self.compiles:
             raise UserError(

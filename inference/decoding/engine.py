@@ -34,7 +34,7 @@ from inference.decoding.execution.layers import has_merged
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.pair import DrafterPair
 from inference.decoding.placement import PlacedDrafter
-from inference.decoding.requests import Completion, Request
+from inference.decoding.requests import Completion, Request, require_known_tokens
 from inference.decoding.sampling.distribution import pick_bytes
 from inference.decoding.structured.constraint import Constraint
 from inference.decoding.structured.grammars import Grammars
@@ -90,10 +90,13 @@ class Generation:
 @dataclass
 class _Kept:
     """Buffers of the last run, which an engine shares with its copies of other limits and seeds.
-    made_of: the versions of the weights that they were built with."""
+    made_of: the versions of the weights that they were built with; run: the run that uses them now;
+    last_bytes: size of the last run's caches."""
 
     lanes: Lanes | None
     made_of: tuple[int, int, int]
+    run: BatchRun | None = None
+    last_bytes: int = 0
 
 
 class Engine:
@@ -123,8 +126,6 @@ class Engine:
         self.constraint = Constraint.read(self.decode.structure)
         self.clock = StepClock(target.device)
         self._kept = _Kept(None, self._versions)
-        self._run: BatchRun | None = None
-        self._last_bytes = 0
         if isinstance(drafter, TrainableDrafter):
             drafter.eval()
 
@@ -245,7 +246,7 @@ class Engine:
         yield_steps: bool = False,
     ) -> Generator[Completion, None, None]:
         """Decode all requests, yielding completions as they end. Raises `UserError` if one does not
-        fit.
+        fit, or while another run of this engine has not ended.
 
         on_tokens(request, tokens, record): called with every batch of newly committed tokens and
         the record of their pass (None for the first token, which comes from prefill). yield_steps:
@@ -254,8 +255,13 @@ class Engine:
         waiting = [self.constrained(request) for request in requests]
         if not waiting:
             return
+        if self._kept.run is not None:
+            raise UserError(
+                "this engine runs other requests, and it decodes one run at a time. End that run "
+                "(finish or close its loop), or make another engine for the same target."
+            )
         lanes, lag = self._lanes_for(waiting), self.decode.steps_behind(self.target.device)
-        self._run = run = BatchRun(lanes, waiting, on_tokens, lag)
+        self._kept.run = run = BatchRun(lanes, waiting, on_tokens, lag)
         try:
             with self.decoding():
                 while run.unfinished:
@@ -263,9 +269,9 @@ class Engine:
                     if yield_steps:
                         yield from [item for item in run.running if item is not None]
         finally:
+            self._kept.run = None
             run.abandon()
-            self._run = None
-            self._last_bytes = run.lanes.bytes()
+            self._kept.last_bytes = run.lanes.bytes()
 
     def constrained(self, request: Request) -> Request:
         """The request with the constraint of its answer: its own, or the engine's. Raises
@@ -326,8 +332,8 @@ class Engine:
         """Stop the request with this index in the current `run` (from `on_tokens` or between
         completions). Its completion ends with finish "cancelled". Unknown indices are ignored, as
         the request may just have finished."""
-        if self._run is not None:
-            self._run.cancel(index)
+        if self._kept.run is not None:
+            self._kept.run.cancel(index)
 
     # Changed weights
 
@@ -339,7 +345,7 @@ class Engine:
         weights: a model, its state dict, or low-rank updates. Raises `UserError` while requests
         run, and for weights that do not fit; the target then keeps its weights.
         """
-        if self._run is not None:
+        if self._kept.run is not None:
             raise UserError(
                 "the target's weights cannot change while requests run: their caches are of the "
                 "old ones. Finish the run, or leave its loop."
@@ -449,6 +455,7 @@ class Engine:
                     f"request {request.index} is empty: a prompt needs at least one token, an "
                     "answer too."
                 )
+            require_known_tokens(request, self.target.info.vocab_size)
             length = len(request.tokens) + request.max_new_tokens
             if length > limit:
                 raise UserError(
@@ -476,7 +483,7 @@ class Engine:
             own = [*self.drafter.parameters(), *self.drafter.buffers()]
             drafter = sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in shared)
         weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
-        return {"target": weights, "drafter": drafter, "kv": self._last_bytes}
+        return {"target": weights, "drafter": drafter, "kv": self._kept.last_bytes}
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

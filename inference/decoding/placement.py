@@ -38,9 +38,13 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetWeights
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.sampling.noise import Stream
+from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.target.hardware import wait_for
 from inference.target.loading import head_function
 from inference.target.model import TargetModel
+
+Copies = dict[str, tuple[Tensor, int, Tensor]]
+"""Name -> a tensor, the version of it that was copied, the copy."""
 
 
 @dataclass
@@ -77,10 +81,11 @@ class PlacedDrafter:
         self.device, self.target_device = torch.device(device), torch.device(target_device)
         self.kind: str = drafter.kind
         self.needs: FeatureSpec = drafter.needs
+        self.weighs_trees: bool = getattr(drafter, "weighs_trees", True)
         self.transfer = Transfer()
         self._tree: tuple[DraftShape, DraftShape] | None = None
         self._proposed: TokenTree | None = None  # the last proposal's tree, on `device`
-        self._noise: tuple[Noise, Any, dict[str, tuple[Tensor, int]]] | None = None
+        self._noise: tuple[Noise, Any, Copies] | None = None
         if isinstance(drafter, nn.Module):
             drafter.to(self.device).eval()
 
@@ -147,20 +152,35 @@ class PlacedDrafter:
         return self._tree[1]
 
     def _keyed(self, noise: Noise) -> Any:
-        """The same noise on the drafter's device. Only keys that changed are copied."""
+        """The same noise on the drafter's device. Only what changed is copied."""
         if self._noise is None or self._noise[0] is not noise:
-            self._noise = noise, copy.copy(noise), {}
+            twin: Any = copy.copy(noise)
+            self._noise = noise, twin, {}
         _, placed, known = self._noise
+        if isinstance(noise, RowNoise):
+            placed.rows = self._settings(noise.rows, known)
         stream = getattr(noise, "drafts", None)
         if stream is None:  # drafts are ranked without noise: its keys are not read
             return placed
         for name, value in vars(noise).items():
             if isinstance(value, Tensor) and not (name == "roots" and stream is Stream.TARGET):
-                last = known.get(name)
-                if last is None or last[0] is not value or last[1] != value._version:
-                    setattr(placed, name, self._over(value))
-                    known[name] = value, value._version
+                setattr(placed, name, self._renewed(name, value, known))
         return placed
+
+    def _settings(self, rows: RowSettings, known: Copies) -> RowSettings:
+        """The rows' sampling settings, as they are now, on the drafter's device."""
+        placed = copy.copy(rows)
+        for name, value in vars(rows).items():
+            if isinstance(value, Tensor):
+                setattr(placed, name, self._renewed(f"rows.{name}", value, known))
+        return placed
+
+    def _renewed(self, name: str, value: Tensor, known: Copies) -> Tensor:
+        """The copy of `value` in `known`; it is made anew if `value` has changed since."""
+        last = known.get(name)
+        if last is None or last[0] is not value or last[1] != value._version:
+            last = known[name] = value, value._version, self._over(value)
+        return last[2]
 
     def _over(self, value: Tensor) -> Tensor:
         self.transfer.moves_in += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from heads.api.errors import UserError
 from inference.decoding.logprobs import Logprobs
 from inference.decoding.pass_details import PassDetails
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -32,6 +33,16 @@ class Request:
     constraint: Constraint | None = None
     min_tokens: int = 0
     logprobs: Logprobs | None = None
+
+
+def require_known_tokens(request: Request, vocab_size: int) -> None:
+    """Raise `UserError` for a prompt with token ids outside the vocabulary."""
+    odd = next((token for token in request.tokens if not 0 <= token < vocab_size), None)
+    if odd is not None:
+        raise UserError(
+            f"token ids go from 0 to {vocab_size - 1}; the prompt has {odd}. Was it made with "
+            "another tokenizer?"
+        )
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ from inference.decoding.ahead import require_ahead
 from inference.decoding.batch import BatchRun, OnTokens
 from inference.decoding.engine import Engine
 from inference.decoding.pair import DrafterPair, PairState, require_pair
-from inference.decoding.requests import Completion, Request
+from inference.decoding.requests import Completion, Request, require_known_tokens
 from inference.decoding.rules.names import AUTO, LOSSLESS
+from inference.decoding.sampling.row_settings import check_own
 
 
 class Session:
@@ -210,17 +211,17 @@ class Session:
 
     def check(self, request: Request) -> None:
         """Raise `UserError` for a request that cannot be decoded here."""
-        vocab = self.engine.target.info.vocab_size
         total = len(request.tokens) + request.max_new_tokens
         if not request.tokens or request.max_new_tokens < 1:
             raise UserError("a prompt needs at least one token, and so does an answer.")
-        if min(request.tokens) < 0 or max(request.tokens) >= vocab:
-            raise UserError(f"token ids go from 0 to {vocab - 1}; the prompt has others.")
+        require_known_tokens(request, self.engine.target.info.vocab_size)
         if total > self.capacity:
             raise UserError(
                 f"prompt ({len(request.tokens)} tokens) and answer (up to "
                 f"{request.max_new_tokens}) need {total} positions; {self.capacity} are there."
             )
+        if request.sampling is not None:
+            check_own(request.sampling, self.lanes.settings)
         self.engine.constrained(request)
 
     def add(self, request: Request) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 import httpx
 from prometheus_client.samples import Sample
@@ -54,6 +54,22 @@ TOGETHER = 0.002
 UNCLEAR = 0.15
 """Most gaps, as a share of the steps, that may lie between those within a step and the steps."""
 Json = dict[str, Any]
+
+
+def parts_of(address: str, setting: str) -> SplitResult:
+    """The parts of a server's address. Raises `UserError` that names `setting` for an invalid
+    one."""
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        httpx.URL(address)  # it refuses more than urlsplit
+    except (ValueError, httpx.InvalidURL):
+        usable = False
+    if not usable:
+        raise UserError(
+            f"{setting} must be an address such as http://127.0.0.1:8000; given: '{address}'."
+        )
+    return parts
 
 
 class PassingError(Exception):
@@ -123,17 +139,15 @@ class Endpoint:
         advice: str = "",
     ) -> None:
         """Raises `UserError` for an invalid address."""
-        parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(
-                f"{setting} must be an address such as http://127.0.0.1:8000; given: '{address}'."
-            )
+        parts = parts_of(address, setting)
         if parts.username or parts.password:
             raise UserError(
                 f"{setting} has a password in it, which reports would show. Put a key "
                 f"into the variable {key_variable} instead."
             )
         self.base = urlunsplit(parts).rstrip("/").removesuffix("/v1")
+        if metrics:
+            parts_of(self._url(metrics), "bench.serving.metrics")
         self.setting, self.key_variable, self.timeout = setting, key_variable, timeout
         self.metrics, self.advice = metrics, advice
         self.served = Served("")
@@ -341,11 +355,14 @@ class Endpoint:
         answer.prompt_tokens = int(usage.get("prompt_tokens") or answer.prompt_tokens)
 
     async def _request(self, method: str, place: str, body: Json | None = None) -> httpx.Response:
-        url = place if "://" in place else self.base + place
         try:
-            return await self.client.request(method, url, json=body)
+            return await self.client.request(method, self._url(place), json=body)
         except httpx.HTTPError as error:
             raise PassingError(self._words(error)) from error
+
+    def _url(self, place: str) -> str:
+        """The address of a place: itself if it is one, otherwise its path on this server."""
+        return place if "://" in place else self.base + place
 
     async def _json(self, method: str, place: str) -> Json:
         answer = await self._request(method, place)

@@ -149,7 +149,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 ):
     # fmt: on
     """One program per row, head and node."""
-    head, node = tl.program_id(0) % heads, tl.program_id(1)
+    node = tl.program_id(1)
+    head = (tl.program_id(0) % heads).to(tl.int64)  # offsets of whole heads outgrow 32 bits
     row = (tl.program_id(0) // heads).to(tl.int64)
     slot = tl.load(slots + row * nodes + node)
     column = tl.arange(0, COLUMNS)

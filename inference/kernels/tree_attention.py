@@ -242,8 +242,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     rows = tl.load(query_at, mask=valid[:, None] & (d < head_dim)[None, :], other=0.0)
     if upcast:
         rows = rows.to(tl.float32)
-    keys += b * key_b + h * key_h
-    values += b * value_b + h * value_h
+    keys += b * key_b + h.to(tl.int64) * key_h
+    values += b * value_b + h.to(tl.int64) * value_h
     peak = tl.full([block_m], float("-inf"), tl.float32)
     total = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, block_v], tl.float32)

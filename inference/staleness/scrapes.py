@@ -22,14 +22,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from prometheus_client.samples import Sample
 
 from heads.api.errors import UserError
 from heads.api.reading import read_text
-from inference.engines.client import Endpoint, PassingError
+from inference.engines.client import Endpoint, PassingError, parts_of
 from inference.engines.counters import (
     TENSORRT,
     VLLM,
@@ -283,8 +282,9 @@ def _by_time(samples: Sequence[Sample]) -> list[tuple[float | None, list[Sample]
 
 
 def places_of(address: str) -> tuple[str, str]:
-    """The server and, if the address names them, its metrics; otherwise an empty text."""
-    url = urlsplit(address)
+    """The server and, if the address names them, its metrics; otherwise an empty text. Raises
+    `UserError` for an invalid address."""
+    url = parts_of(address, "watch.metrics")
     path, named, _ = url.path.partition("/metrics")
     return f"{url.scheme}://{url.netloc}{path}", address if named else ""
 

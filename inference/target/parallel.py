@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -95,9 +96,12 @@ def require_divisible(config: Any, size: int) -> None:
     """Raise `UserError` unless the number of processes divides a text config's heads."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
-    for name, count in (("attention heads", heads), ("key/value heads", key_heads)):
-        if isinstance(count, int) and count % size:
-            allowed = [n for n in range(2, count + 1) if not count % n and not (heads or n) % n]
+    named = {"attention heads": heads, "key/value heads": key_heads}
+    counts = {name: count for name, count in named.items() if isinstance(count, int)}
+    common = math.gcd(*counts.values())
+    for name, count in counts.items():
+        if count % size:
+            allowed = [n for n in range(2, common + 1) if not common % n]
             possible = f"possible: {', '.join(map(str, allowed))}"
             raise UserError(
                 f"a {config.model_type} target with {count} {name} cannot be split over {size} "

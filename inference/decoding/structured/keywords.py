@@ -279,16 +279,25 @@ def _check_values(schema: dict[str, Any], where: str) -> None:
             f"{where}: of pattern, format and length a string keeps only one; write the length "
             "into the pattern, such as '^[a-z]{2,5}$'."
         )
-    if "number" in types_of(schema) and not _has_room(schema):
+    if "number" in types_of(schema) and not _has_room(schema, where):
         raise UserError(
             f"{where} has bounds with no number of {DECIMALS} decimals between them, and the "
             "grammar has no others: widen the bounds, or list the values in 'enum'."
         )
 
 
-def _has_room(schema: dict[str, Any]) -> bool:
-    """Whether a number that the compiler can write lies between a schema's bounds."""
-    scaled = {name: round(schema[name] * 10**DECIMALS, 3) for name in NUMBER if name in schema}
+def _has_room(schema: dict[str, Any], where: str) -> bool:
+    """Whether a number that the compiler can write lies between a schema's bounds. Raises
+    `UserError` for a bound that is no number."""
+    bounds = {name: schema[name] for name in NUMBER if name in schema}
+    for name, bound in bounds.items():
+        # checked before it is multiplied, as a text or list would be repeated
+        if type(bound) not in (int, float) or bound != bound:
+            raise UserError(
+                f"'{name}' of {where} must be a number, it is {_shown(bound)}: give one, or leave "
+                f"'{name}' out."
+            )
+    scaled = {name: round(bound * 10**DECIMALS, 3) for name, bound in bounds.items()}
     low = max(
         math.ceil(scaled.get("minimum", -sys.float_info.max)),
         math.floor(scaled.get("exclusiveMinimum", -sys.float_info.max)) + 1,
@@ -298,6 +307,11 @@ def _has_room(schema: dict[str, Any]) -> bool:
         math.ceil(scaled.get("exclusiveMaximum", sys.float_info.max)) - 1,
     )
     return low <= high
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: NaN, or its type, as texts and lists may be long."""
+    return "NaN" if isinstance(value, float) else f"of type {_type_of(value)}"
 
 
 def _check_names(schema: dict[str, Any], where: str) -> None:

@@ -110,7 +110,7 @@ class Target:
         found = {
             "tokenizer_hash": tokenizer_hash(target.tokenizer),
             "hidden_size": target.described.hidden_size,
-            "num_layers": target.described.num_hidden_layers,
+            "num_layers": loading.decoder_layers(target.described),
             "revision": revision_of(config.path, config.revision),
         }
         for name, value in found.items():
@@ -132,6 +132,11 @@ class Target:
     def weights(self) -> TargetWeights:
         """Its embedding and LM head, read from its files."""
         return loading.shared_weights(loading.load_model(self.config))
+
+    @property
+    def has_head_bias(self) -> bool:
+        """Whether its LM head has a bias."""
+        return any(name.endswith("lm_head.bias") for name in self.weights.state)
 
     def unused_token(self, chosen: int) -> int:
         """The id of a token that does not occur in text, for drafters that read one as "unknown".
@@ -232,6 +237,18 @@ class Imported:
 Writer = Callable[[Checkpoint, Target, ExportConfig], Written]
 """(checkpoint, target, options) -> the folder for `options.engine`; raises `UserError` for options
 that the engine or the layout cannot express."""
+
+
+def logit_scale(described: Any) -> float:
+    """The factor on a target's logits, by its text config."""
+    scale = float(getattr(described, "logit_scale", None) or 1.0)
+    return scale / float(getattr(described, "logits_scaling", None) or 1.0)
+
+
+def logit_cap(described: Any) -> float | None:
+    """The soft cap on a target's logits, by its text config; None if it has none."""
+    names = ("final_logit_softcapping", "logits_soft_cap")
+    return next((float(cap) for name in names if (cap := getattr(described, name, None))), None)
 
 
 def plain_rope(theta: float) -> Json:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from heads.api.target_info import TargetInfo
+from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn.blocks import LayerShape
 from heads.nn.small_lm.model import SmallLM
 from inference.export.config import ExportConfig
@@ -28,6 +28,8 @@ OUTPUT_BIAS = "model.layers.{}.self_attn.o_proj.bias"
 """A bias that Llama's and Qwen3's layers have besides those of queries, keys and values. Our layers
 do not have it."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+HEAD_SCALE = "head_scale"
+"""The key in the export's notes of the factor on a copy of the target's LM head."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -67,12 +69,8 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     written = Written({}, tensors, tokenizer=True)
     dtype = ours["model.norm.weight"].dtype
     if not own:
-        weights = target.weights
-        tied = weights.lm_head is weights.embedding
-        tensors[EMBEDDING] = weights.embedding.to(dtype)
-        if not tied:
-            tensors[HEAD] = weights.lm_head.to(dtype)
-        written.notes.append("embedding and LM head are copies of the target's")
+        put_copies(written, target, dtype)
+        tied = HEAD not in tensors
     family = family_of(shape)
     if shape.attention_bias and family != "qwen2":
         for name in map(OUTPUT_BIAS.format, range(layers)):
@@ -94,6 +92,36 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         written.config["pard_token"] = int(ours["pard_token"])
         written.speculative["parallel_drafting"] = True
     return written
+
+
+def put_copies(written: Written, target: Target, dtype: torch.dtype) -> None:
+    """Add the target's embedding and, unless it is the same tensor, its LM head, times the scale of
+    the target's logits; and notes on them. Raises `UserError` for a head with a bias."""
+    weights, scale = target.weights, base.logit_scale(target.described)
+    cap, note = base.logit_cap(target.described), "embedding and LM head are copies of the target's"
+    if target.has_head_bias:
+        raise UserError(
+            "the target's LM head has a bias, which a language model of these families cannot "
+            "hold. Train with head.share_embeddings=false."
+        )
+    written.tensors[EMBEDDING] = weights.embedding.to(dtype)
+    if scale != 1.0:
+        written.tensors[HEAD] = scaled_head(weights, scale, dtype)
+        written.kept[HEAD_SCALE] = scale
+        note += f", the head times the scale of its logits ({scale:g})"
+    elif weights.lm_head is not weights.embedding:
+        written.tensors[HEAD] = weights.lm_head.to(dtype)
+    written.notes.append(note)
+    if cap:
+        written.notes.append(
+            f"the engine leaves out the soft cap ({cap:g}) of the target's logits: above "
+            "temperature 0 fewer drafts are accepted than measured here"
+        )
+
+
+def scaled_head(weights: TargetWeights, scale: float, dtype: torch.dtype) -> Tensor:
+    """The target's LM head [V, H] times a factor."""
+    return (weights.lm_head.float() * scale).to(dtype)
 
 
 def family_of(shape: LayerShape) -> str:
@@ -151,6 +179,7 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
         raise UserError(
             f"'{where}' has a bias on the output of its attention, which our drafters do not have."
         )
+    restore_head(folder, theirs, receiver)
     tied = bool(config.get("tie_word_embeddings", False)) or HEAD not in theirs
     if tied:
         theirs.pop(HEAD, None)
@@ -167,6 +196,16 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
         return Imported("distilled", values, found)
     values["pard_token"] = int(token)
     return Imported("pard", values, found | {"pard_token": torch.tensor(int(token))})
+
+
+def restore_head(folder: Folder, theirs: dict[str, Tensor], receiver: Receiver) -> None:
+    """Replace a scaled copy of the target's LM head, which `put_copies` wrote, by the head."""
+    scale, copy = folder.export.kept.get(HEAD_SCALE), theirs.get(HEAD)
+    if scale is None or copy is None:
+        return
+    weights = receiver.weights
+    if torch.equal(scaled_head(weights, float(scale), copy.dtype).cpu(), copy.cpu()):
+        theirs[HEAD] = weights.lm_head.to(copy.dtype)
 
 
 def network(config: Json, shape: LayerShape, layers: int) -> Json:

@@ -164,11 +164,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
 def place_scale(written: Written, target: Target, method: str) -> None:
     """Write the scale and the cap of the target's logits, to which a dependency's scores are added,
     or a note where the layout has no key for them."""
-    described = target.described
-    scale = float(getattr(described, "logit_scale", None) or 1.0)
-    scale /= float(getattr(described, "logits_scaling", None) or 1.0)
-    names = ("final_logit_softcapping", "logits_soft_cap")
-    cap = next((value for name in names if (value := getattr(described, name, None))), None)
+    scale, cap = base.logit_scale(target.described), base.logit_cap(target.described)
     lost = []
     if scale != 1.0 and method in ("dspark", "dflash2"):
         place, key = (
@@ -180,9 +176,9 @@ def place_scale(written: Written, target: Target, method: str) -> None:
     elif scale != 1.0:
         lost.append(f"scale ({scale:g})")
     if cap and method == "dflash2":
-        written.config["dflash_config"]["final_logit_softcapping"] = float(cap)
+        written.config["dflash_config"]["final_logit_softcapping"] = cap
     elif cap:
-        lost.append(f"cap ({float(cap):g})")
+        lost.append(f"cap ({cap:g})")
     if lost:
         written.notes.append(left_out(lost))
 

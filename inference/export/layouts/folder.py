@@ -229,8 +229,6 @@ class Receiver:
 
     def is_shared_but(self, token: int, embedding: Tensor) -> bool:
         """Whether all rows of an embedding, except the token's, are the target's."""
-        own = self.weights.embedding
+        own, theirs = self.weights.embedding.to(embedding.dtype).cpu(), embedding.cpu()
         rest = torch.arange(own.shape[0]) != token
-        return own.shape == embedding.shape and torch.equal(
-            own.to(embedding.dtype)[rest], embedding[rest]
-        )
+        return own.shape == theirs.shape and torch.equal(own[rest], theirs[rest])

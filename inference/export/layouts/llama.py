@@ -78,7 +78,8 @@ def is_partial(rope: Json) -> bool:
 
 
 def read_rope(config: Json) -> Json:
-    """The rotary parameters of a config.json, with `rope_type` and `rope_theta`."""
+    """The rotary parameters of a config.json, with `rope_type` and `rope_theta`, and with
+    `partial_rotary_factor` if it names one."""
     new = config.get("rope_parameters")
     if isinstance(new, Mapping) and ("rope_theta" in new or "rope_type" in new):
         found = dict(new)
@@ -87,6 +88,8 @@ def read_rope(config: Json) -> Json:
         found.setdefault("rope_type", found.pop("type", "default"))
     found.setdefault("rope_type", "default")
     found.setdefault("rope_theta", float(config.get("rope_theta", 10000.0)))
+    if config.get("partial_rotary_factor") is not None:
+        found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     return found
 
 
@@ -131,6 +134,9 @@ def require_fit(
         fault = f"has rms_norm_eps {found}; ours takes the target's, which is {eps}"
     elif theta != info.rope_theta:
         fault = f"has rope_theta {theta}; ours takes the target's, which is {info.rope_theta}"
+    elif is_partial(rope):
+        part = rope["partial_rotary_factor"]
+        fault = f"rotates a part of each head (partial_rotary_factor {part}); ours rotate all of it"
     elif scaling != "default" and not scaled:
         fault = f"scales its rotary positions ({scaling}); ours of this kind do not"
     else:

@@ -92,7 +92,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     if reduced:
         tensors[MAP] = vocab.to_target_ids(ours[MAPS[0]])
     elif not own:
-        if any(name.endswith("lm_head.bias") for name in target.weights.state):
+        if target.has_head_bias:
             raise UserError(
                 "the target's LM head has a bias, which Medusa's layout cannot hold. Train with "
                 "head.own_lm_head=true."

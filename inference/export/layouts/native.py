@@ -256,13 +256,31 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
             engine,
             "Train without head.layer.",
         )
+    ours = separate(checkpoint.tensors)
+    require_shapes(ours, expected(theirs, checkpoint.info), engine)
     tensors = {}
-    for name, value in separate(checkpoint.tensors).items():
+    for name, value in ours.items():
         named = form.to_theirs(name.removeprefix("mtp."), checkpoint.info.num_layers)
         turned = form.state_first and name == "mtp.fc.weight"
         tensors[named] = swap_halves(value) if turned else value
     speculative = {"method": "mtp", "num_speculative_tokens": options.tokens or config.depths}
     return Written(described, tensors, speculative)
+
+
+def require_shapes(ours: Mapping[str, Tensor], wanted: base.Shapes, engine: str) -> None:
+    """Raise `UserError` unless our tensors (see `separate`) are those of the block that an engine
+    builds by the target's config.json."""
+    held = {name: tuple(value.shape) for name, value in ours.items()}
+    for name in sorted(held.keys() | wanted.keys()):
+        own, theirs = held.get(name), wanted.get(name)
+        if own != theirs:
+            shapes = ["missing" if one is None else str(list(one)) for one in (own, theirs)]
+            raise base.refuse(
+                f"its '{name}' is {shapes[0]}, in the block that the engine builds by the target's "
+                f"config.json it is {shapes[1]}",
+                engine,
+                "Train without head.layer.",
+            )
 
 
 def target_folder(target: Target) -> Path:

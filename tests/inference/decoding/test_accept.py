@@ -100,3 +100,5 @@ def test_static_trees_are_checked_and_laid_out_level_by_level() -> None:
     for wrong in ([[0], [1, 0]], [[1]], [[0, 0]]):
         with pytest.raises(UserError, match="list every prefix"):
             TokenTree.from_choices(wrong)
+    with pytest.raises(UserError, match=r"decode\.choices has an empty path"):
+        TokenTree.from_choices([[0], []])

@@ -315,6 +315,7 @@ def test_kinds_that_need_the_verified_states_are_refused_by_name(recipe: str) ->
         ({"shape": "tree", "choices": ((0,),)}, "shape=tree"),
         ({"shape": "none"}, "shape=none"),
         ({"adaptive": "entropy"}, "adaptive=entropy"),
+        ({"adaptive_lengths": (2, 4)}, r"adaptive_lengths=\[2, 4\]"),
         ({"compile": True}, "decode.compile"),
     ],
 )

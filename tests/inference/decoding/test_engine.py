@@ -123,6 +123,49 @@ def test_an_abandoned_run_leaves_the_engine_usable() -> None:
     assert texts({c.request.index: c for c in engine.run(items)}) == plain
 
 
+def test_an_engine_and_its_copies_decode_one_run_at_a_time(micro: Path) -> None:
+    engine = Engine.load(micro, "ngram", DecodeConfig(max_new_tokens=12))
+    whole = engine.generate("Hello")[0].text
+    pieces = []
+    for piece in engine.stream("Hello", max_new_tokens=11):
+        with pytest.raises(UserError, match="decodes one run at a time"):
+            engine.generate("Why?", max_new_tokens=4)
+        with pytest.raises(UserError, match="cannot change while requests run"):
+            engine.follow({})
+        pieces.append(piece)
+    assert pieces and whole.startswith("".join(pieces).rstrip("\ufffd"))
+    assert engine.generate("Hello")[0].text == whole  # the run has ended
+
+
+@pytest.mark.parametrize("way", ["closed", "collected", "failed"])
+def test_a_run_that_is_left_makes_room_for_the_next(way: str) -> None:
+    engine, items = Engine(random_target()), requests(2)
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("seen")
+
+    if way == "failed":
+        with pytest.raises(RuntimeError, match="seen"):
+            list(engine.run(items, fail))
+    else:
+        run = engine.run(items, yield_steps=True)
+        next(run)
+        with pytest.raises(UserError, match="decodes one run at a time"):
+            next(engine.run(items))
+        if way == "closed":
+            run.close()
+        else:
+            del run
+    assert len(list(engine.run(items))) == 2
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    engine = Engine(random_target())
+    for token in (VOCAB, -1):
+        with pytest.raises(UserError, match=f"go from 0 to {VOCAB - 1}; the prompt has {token}"):
+            list(engine.run([Request(0, (5, token), 1, 4)]))
+
+
 # Limits and seeds belong to requests
 
 
@@ -379,3 +422,4 @@ def test_calls_with_another_limit_share_the_buffers(micro: Path) -> None:
     assert lanes is not None
     engine.generate(["Hello"], max_new_tokens=2)
     assert engine._kept.lanes is lanes
+    assert engine.memory_bytes()["kv"] == lanes.bytes() > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.placement import PlacedDrafter, weights_on
 from inference.decoding.requests import Completion
+from inference.decoding.sampling.distribution import SamplingSettings
+from inference.decoding.session import Session
 from inference.target.model import TargetModel
 from tests.heads.recipes import recipe
 from tests.inference.decoding.test_lossless import SHAPES, decode, requests
@@ -133,6 +136,62 @@ def test_keys_that_change_cross_again() -> None:
         assert outcome({c.request.index: c for c in engine.run(items)}) == outcome(
             {c.request.index: c for c in alone.run(items)}
         )
+
+
+class Watched(Counted):
+    """Compares the rows' settings that the drafter gets with those of the target."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.modes: set[int] = set()
+
+    def _keyed(self, noise: Any) -> Any:
+        found = super()._keyed(noise)
+        own, rows = vars(noise.rows), vars(found.rows)
+        assert own.keys() == rows.keys()
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor):
+                assert rows[name] is not value and torch.equal(rows[name], value), name
+            else:
+                assert rows[name] is value, name
+        self.modes.add(found.rows.mode)
+        return found
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_settings_of_requests_cross_when_they_change(rule: str) -> None:
+    target, found = random_target(), []
+    settings = [
+        SamplingSettings(),
+        SamplingSettings(),
+        SamplingSettings(temperature=1.0),
+        SamplingSettings(temperature=0.7),
+        SamplingSettings(temperature=1.5, top_k=9),
+    ]
+    items = [
+        replace(item, sampling=own) for item, own in zip(requests(5, new=12), settings, strict=True)
+    ]
+    watched = Watched(drafter_of("medusa", target), CPU, CPU)
+    for drafter in (watched, drafter_of("medusa", target)):
+        done: list[Completion] = []
+        engine = Engine(target, drafter, DecodeConfig(batch_size=2, depth=3, rule=rule))
+        with Session(engine, 80) as session:
+            for item in items:
+                session.add(item)
+            while session.unfinished:
+                done += session.step()
+        found.append(outcome({one.request.index: one for one in done}))
+    assert found[0] == found[1]
+    assert watched.modes == {0, 1, 2}  # rows without noise, with it, and with filters
+
+
+def test_what_a_drafter_says_of_its_trees_is_passed_on() -> None:
+    target = random_target()
+    drafter = drafter_of("medusa", target)
+    drafter.weighs_trees = False
+    auto = DecodeConfig(rule="auto", temperature=1.0, shape="tree", choices=((0,), (1,)))
+    assert Engine(target, placed(drafter), auto).decode.rule == "match"
+    assert Engine(target, placed(drafter_of("medusa", target)), auto).decode.rule == "auto"
 
 
 def test_transfers_are_counted_and_timed() -> None:

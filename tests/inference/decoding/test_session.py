@@ -233,12 +233,12 @@ def test_what_a_session_refuses() -> None:
             session.add(Request(0, (5, 97), 1, 10))
         with pytest.raises(UserError, match="at least one token"):
             session.add(Request(0, (), 1, 10))
-        session.add(Request(0, (5,), 1, 4, SamplingSettings(repetition_penalty=1.2)))
         with pytest.raises(
             UserError,
             match=r"cannot bring a repetition_penalty of its own; given 1.2.*temperature, top_k",
         ):
-            session.step()
+            session.add(Request(0, (5,), 1, 4, SamplingSettings(repetition_penalty=1.2)))
+        assert not session.unfinished
     with pytest.raises(UserError, match="only a session takes"):
         list(Engine(target).run([Request(0, (5,), 1, 4, SamplingSettings(temperature=1.0))]))
 

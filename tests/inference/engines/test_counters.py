@@ -210,6 +210,26 @@ def test_delays_are_no_speculation_and_blurred_bursts_tell_nothing(gaps: Gaps, s
         assert found - 1 == pytest.approx(steps, abs=2) if steps else found == 0
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:abc",
+        "http://127.0.0.1:99999",
+        "http://[::1",
+        "127.0.0.1:8000",
+        "http://:8",
+    ],
+)
+def test_a_mistyped_address_is_refused_at_once(address: str) -> None:
+    given = "HEADSTART_SERVER_KEY", 20.0
+    with pytest.raises(UserError, match=r"bench\.server must be an address .* given: '") as caught:
+        Endpoint(address, "bench.server", *given)
+    assert address in str(caught.value)
+    if "://" in address:
+        with pytest.raises(UserError, match=r"bench\.serving\.metrics must be an address"):
+            Endpoint("http://127.0.0.1:8000", "bench.server", *given, metrics=address)
+
+
 def asked(stub: Stub) -> Answer:
     """The answer of a stub to a conversation."""
     body = {"messages": [{"role": "user", "content": "prose"}], "max_tokens": 9}

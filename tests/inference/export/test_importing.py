@@ -4,6 +4,7 @@ broken ones are refused."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from heads.api.checkpoint import load_drafter, read_config
 from heads.api.errors import UserError
 from inference.export.config import ImportConfig
 from inference.export.importing import import_folder, recognise
-from inference.export.layouts.folder import ExportNotes, Folder
+from inference.export.layouts.folder import ExportNotes, Folder, Receiver
 from inference.target.model import TargetModel
 from tests.inference.export.foreign import folder_of, sizes
 from tests.inference.export.ground import drafter_of, same, save, tensors, write
@@ -106,6 +107,10 @@ def test_eagle_3_is_refused_for_what_would_ruin_it(target: TargetModel, tmp_path
     refused("another target's", {**good, "hidden_size": 64}, mine)
     refused("rope_theta 500000", {**good, "rope_theta": 500000.0}, mine)
     refused("scales its rotary", {**good, "rope_scaling": {"type": "linear", "factor": 2.0}}, mine)
+    partial = "rotates a part of each head .partial_rotary_factor 0.5"
+    refused(partial, {**good, "partial_rotary_factor": 0.5}, mine)
+    rope = {"rope_type": "default", "rope_theta": target.info.rope_theta}
+    refused(partial, {**good, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}, mine)
     refused("rms_norm_eps", {**good, "rms_norm_eps": 0.5}, mine)
     refused(
         "missing tensors \\['fc.weight'\\]",
@@ -116,6 +121,29 @@ def test_eagle_3_is_refused_for_what_would_ruin_it(target: TargetModel, tmp_path
     refused("has shape", good, {**mine, "norm.weight": torch.zeros(3)})
     refused("not finite", good, {**mine, "norm.weight": torch.full((H,), float("nan"))})
     refused("activation", {**good, "hidden_act": "gelu"}, mine)
+
+
+class Elsewhere(Tensor):
+    """A tensor as if on another device: only its copy on the CPU is compared with others."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert function is not torch.equal, "tensors of two devices are compared"
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return found.as_subclass(Tensor) if function is Tensor.cpu else found
+
+
+def test_an_embedding_is_compared_with_that_of_a_target_on_another_device(
+    target: TargetModel,
+) -> None:
+    own = target.weights.embedding
+    elsewhere = replace(target.weights, embedding=own.detach().clone().as_subclass(Elsewhere))
+    receiver, theirs = Receiver(target.info, elsewhere), own.detach().clone()
+    assert receiver.is_shared("embed_tokens.weight", theirs)
+    theirs[3] += 1
+    assert receiver.is_shared_but(3, theirs) and not receiver.is_shared_but(4, theirs)
 
 
 def test_z_lab_dflash(target: TargetModel, tmp_path: Path) -> None:

@@ -218,6 +218,19 @@ def test_a_target_without_blocks_in_engines_is_refused(tmp_path: Path) -> None:
         ground.export(tmp_path / "alone")
 
 
+def test_a_layer_of_other_sizes_than_the_targets_is_not_exported(tmp_path: Path) -> None:
+    """An engine builds the block by the target's config.json, whatever the weights are."""
+    ground = Ground("qwen3_5_text", tmp_path)
+    info, weights = ground.target.info, ground.target.weights
+    layer = {**one_layer(ground.target.model.config), "intermediate_size": 48}
+    other = new_drafter("native_mtp", Config(layer=layer), info, weights, seed=3)
+    ground.checkpoint = tmp_path / "other"
+    save_drafter(other, ground.checkpoint, info)
+    said = r"mlp\.down_proj\.weight' is \[32, 48\], in the block .* it is \[32, 64\]"
+    with pytest.raises(UserError, match=said):
+        ground.export(tmp_path / "alone")
+
+
 def test_mimos_block_reads_the_state_first_and_has_biases(tmp_path: Path) -> None:
     """Its layer is Qwen2's, which the target's model type does not say."""
     ground = Ground("qwen2", tmp_path)

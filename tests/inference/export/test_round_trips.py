@@ -36,6 +36,8 @@ from tests.inference.export.ground import (
     tensors,
     write,
 )
+from tests.inference.tokenizers import tiny_tokenizer
+from tests.models import save_random_target
 from tests.oracle.compare import forward_gap
 
 
@@ -208,6 +210,47 @@ def test_the_scale_of_the_targets_logits_goes_along(method: str, place: str, key
     other = Written({"dflash_config": {}}, {}, {})
     place_scale(other, target, "lilicorr")  # type: ignore[arg-type]
     assert "scale (0.25) and the cap (30)" in other.notes[0]
+
+
+def random_family(folder: Path, family: str, **changes: Any) -> TargetModel:
+    return load_target(save_random_target(folder, tiny_tokenizer("marked"), family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("cohere", {"logit_scale": 0.3}, "the scale of its logits (0.3)"),
+        ("granite", {"logits_scaling": 4.0, "tie_word_embeddings": False}, "logits (0.25)"),
+    ],
+)
+def test_a_copy_of_the_targets_head_holds_the_scale_of_its_logits(
+    tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    target = random_family(tmp_path / "target", family, **changes)
+    mine = save(target, "distilled_shared", tmp_path / "mine")
+    facts = write(target, mine, tmp_path / "out", "vllm")
+    assert said in facts.notes[0]
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    assert forward_gap(tmp_path / "out", target, mine) < 1e-4
+    import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "back")
+    same(tensors(tmp_path / "back"), tensors(mine))
+
+
+def test_what_a_copy_of_the_targets_head_cannot_hold_is_told_or_refused(tmp_path: Path) -> None:
+    capped = random_family(tmp_path / "capped", "gemma2", final_logit_softcapping=30.0)
+    mine = save(capped, "distilled_shared", tmp_path / "mine")
+    facts = write(capped, mine, tmp_path / "out", "vllm")
+    assert "leaves out the soft cap (30)" in facts.notes[1]
+    biased = random_family(tmp_path / "biased", "phi")
+    mine = save(biased, "distilled_shared", tmp_path / "other")
+    with pytest.raises(UserError, match=r"has a bias.*head\.share_embeddings=false"):
+        write(biased, mine, tmp_path / "refused", "vllm")
+
+
+def test_the_layers_of_a_target_of_two_blocks_are_counted_as_in_training(tmp_path: Path) -> None:
+    target = random_family(tmp_path / "target", "longcat_flash")
+    facts = Target.of(target_config(target), target.info)
+    assert facts.described.num_hidden_layers != target.info.num_layers
 
 
 def test_an_unused_token_lies_behind_the_last_id_even_if_ids_have_gaps() -> None:

@@ -180,4 +180,4 @@ def test_without_xgrammar_a_request_is_refused(
     monkeypatch.setattr(grammars, "_known", type(grammars._known)())
     body = {"model": MODEL, "messages": USER, "guided_regex": "a"}
     found = httpx.post(f"{running.base}/v1/chat/completions", json=body)
-    assert found.status_code == 400 and "headstart[structured]" in found.text
+    assert found.status_code == 400 and "with its extra `structured`" in found.text

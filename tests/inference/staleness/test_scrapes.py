@@ -173,6 +173,12 @@ def test_an_address_may_name_the_metrics(address: str, base: str, metrics: str) 
     assert places_of(address) == (base, metrics)
 
 
+@pytest.mark.parametrize("address", ["http://[::1/metrics", "http://a:b/metrics", "http://a:99999"])
+def test_an_address_that_cannot_be_read_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match=r"watch\.metrics must be an address such as"):
+        places_of(address)
+
+
 def test_a_server_that_runs_already_is_counted_from_the_first_look_on() -> None:
     windows = Windows(least=50, depth=4)
     windows.take(list(read_samples(scrape(1e6, 3e6))), "it", first=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,10 @@ REFUSED: dict[str, Any] = {
     "the format 'json-pointer'": {"type": "string", "format": "json-pointer"},
     "Did you mean 'date'?": {"type": "string", "format": "dates"},
     "no number of 6 decimals": {"type": "number", "minimum": 1e-8, "exclusiveMaximum": 1e-6},
+    "'minimum' of": {"type": "number", "minimum": "9"},
+    "must be a number, it is of type array": {"type": ["number", "null"], "maximum": [9]},
+    "must be a number, it is of type boolean": {"type": "number", "exclusiveMinimum": True},
+    "must be a number, it is NaN": {"type": "number", "exclusiveMaximum": math.nan},
     "must be an object": {"properties": {"a": 3}},
     "must be a list": {"anyOf": {}},
 }
@@ -282,7 +287,7 @@ def test_without_xgrammar_a_constraint_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     monkeypatch.setattr(grammars, "_known", type(grammars._known)())
     engine = Engine(structured_target(), None, DecodeConfig(shape="none"))
-    with pytest.raises(UserError, match=r"headstart\[structured\]"):
+    with pytest.raises(UserError, match="its extra `structured`"):
         list(engine.run([request]))
     (done,) = engine.run([replace(request, constraint=None)])
     assert done.tokens
