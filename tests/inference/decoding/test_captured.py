@@ -132,21 +132,27 @@ CASES = [
 ]
 
 
+DENSE = {"deepseek_v3": {"first_k_dense_replace": 3}}
+"""Family -> a target without experts. In float64 on a CPU, transformers computes experts in a loop
+over those that have tokens, which is another sequence of operations for other tokens."""
+
+
 @pytest.mark.rotated
 @pytest.mark.parametrize(("kind", "shape", "temperature", "family"), CASES)
 def test_a_recorded_step_decodes_other_prompts(
     kind: str, shape: str, temperature: float, family: str
 ) -> None:
-    target = random_target(family)
+    target = random_target(family, **DENSE.get(family, {}))
     drafter = drafter_of(kind, target)
     config = DecodeConfig(temperature=temperature, batch_size=2, **ALL_SHAPES[shape])
+    items = requests(5, new=14)
+    plain = Engine(target, None, DecodeConfig(temperature=temperature)).run(items)
+    texts = {c.request.index: c.tokens for c in plain}
     engine = Engine(target, drafter, config, capacity=96)
     engine._kept.lanes = under_way(target, drafter, config, count=2)
     lanes = engine._kept.lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
-    items = requests(5, new=14)
-    found = {c.request.index: c.tokens for c in engine.run(items)}
-    assert found == plain_texts(items, family, temperature=temperature)
+    assert {c.request.index: c.tokens for c in engine.run(items)} == texts
 
 
 def test_a_step_is_not_replayed_once_another_engine_has_merged_weights() -> None:
