@@ -50,7 +50,7 @@ ASIDE = ".aside-"
 WITHIN = {"push": ("export",), "learn": (FEEDBACK, "train")}
 """Stage -> stages whose folders lie inside its folder."""
 PARTS = {
-    "parts": ("*.parquet",),
+    "parts": ("*.parquet", "served.json"),
     "shards": ("shard-*.parquet",),
     "packed": ("*/packed.json", "*/*.bin"),
     "input": ("*.json", "*.bin", "*.jsonl", "rows-*.parquet", "keys/*"),
@@ -90,7 +90,13 @@ TRAINING = (
     "mlflow-id.txt",
 )
 WRITTEN = {
-    "generate": ("generate.json", "failures.jsonl", "parts/*.parquet", ".lock", *ANSWERS),
+    "generate": (
+        "generate.json",
+        "failures.jsonl",
+        *(f"parts/{name}" for name in PARTS["parts"]),
+        ".lock",
+        *ANSWERS,
+    ),
     "feedback": (
         "hard_prompts.jsonl",
         "branches.jsonl",

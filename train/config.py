@@ -39,6 +39,7 @@ from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
 from train.refresh import RefreshConfig
 from train.state import Snapshot
+from train.target.settings import unusual_loading
 from train.tracking.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
@@ -209,10 +210,11 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
         train["context_weight"] = config.context_weight
     if config.average:
         train |= {"average": config.average, "average_every": config.average_every}
+    revision = {"revision": target.revision, "tokenizer_hash": target.tokenizer_hash}
     facts = {
         "kind": job.kind,
         "head": asdict(job.head) | refresh,
-        "target": {"revision": target.revision, "tokenizer_hash": target.tokenizer_hash},
+        "target": revision | unusual_loading(job.target),
         "engine": asdict(job.engine),
         "precision": job.engine.precision,
         "data": file_sha256(answers) if answers.is_file() else "",

@@ -200,7 +200,7 @@ class Trainer:
     def step(self, index: int, batches: list[PackedBatch], request: StopRequest) -> bool:
         """Update the weights once and log the figures of all processes; returns whether to stop."""
         begun = time.perf_counter()
-        with self.meter.counting():
+        with self.meter.counting(index):
             outputs, supervised = self.forward_backward(index, batches)
         tokens = sum(int((packed.segments > 0).sum()) for packed in batches)
         figures = self.add_up(outputs, tokens, bool(request.number))

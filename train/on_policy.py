@@ -104,6 +104,7 @@ class OnPolicyFeatures:
         written = self._continue(batch, cuts).cpu()
         tokens, mask = packed.tokens.clone(), packed.loss_mask.clone()
         weights = None if packed.weights is None else packed.weights.clone()
+        anchors = None if packed.anchors is None else packed.anchors.clone()
         for cut, words in zip(cuts, written, strict=True):
             words = words[: cut.room]
             ends = torch.isin(words, self.eos).nonzero()
@@ -112,10 +113,13 @@ class OnPolicyFeatures:
             # the weights of the answer's own tokens do not apply to the new ones
             if weights is not None:
                 weights[cut.row, cut.last + 1 : cut.last + 1 + length] = 1.0
+            # nor do those of drafts from the root on, which were drafts of the answer's own text
+            if anchors is not None:
+                anchors[cut.row, cut.last : cut.end] = 1.0
             if ends.numel() or not config.rest:
                 mask[cut.row, cut.last + 1 + length : cut.end] = False
         rows = sorted({cut.row for cut in cuts})
-        changed = replace(packed, tokens=tokens, loss_mask=mask, weights=weights, anchors=None)
+        changed = replace(packed, tokens=tokens, loss_mask=mask, weights=weights, anchors=anchors)
         chosen = PackedBatch(**{name: part[rows] for name, part in changed.tensors().items()})
         return _replace_rows(batch, rows, self.plain.batch(chosen, step))
 
@@ -234,10 +238,10 @@ def longest_chain(drafter: TrainableDrafter, most: int) -> TokenTree:
 
 
 def _replace_rows(batch: TrainBatch, rows: Sequence[int], fresh: TrainBatch) -> TrainBatch:
-    """`batch` with the given rows' tokens, mask and features taken from `fresh`."""
+    """`batch` with the given rows' tokens, mask, features and weights taken from `fresh`."""
     at = torch.tensor(rows, device=batch.tokens.device)
     changed: dict[str, Tensor] = {}
-    for name in ("tokens", "loss_mask", "taps", "last_hidden", "weights"):
+    for name in ("tokens", "loss_mask", "taps", "last_hidden", "weights", "anchors"):
         value = getattr(batch, name)
         if value is not None:  # a copy: on the CPU the batch still holds the loader's own tensors
             changed[name] = value.index_copy(0, at, getattr(fresh, name))

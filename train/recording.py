@@ -20,7 +20,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
 from inference.manifest import checkpoint_hash
-from inference.verifications import SEQUENCES, VERIFICATIONS, RecordsConfig
+from inference.verifications import SCHEMAS, SEQUENCES, VERIFICATIONS, RecordsConfig
 from train.data.answers import DONE, PARTS, StoredAnswer
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
@@ -39,6 +39,14 @@ def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:
         )
 
 
+class PartLog(verifications.VerificationLog):
+    """A log whose waiting rows can be dropped."""
+
+    def drop_waiting(self) -> None:
+        with self._lock:
+            self._rows = {name: [] for name in SCHEMAS}
+
+
 class PartRecords:
     """The records of one process; `world` processes share the size limit evenly."""
 
@@ -48,7 +56,7 @@ class PartRecords:
         self.temperature = engine.decode.temperature
         facts = verifications.record_facts(engine, drafter, checkpoint_hash(drafter))
         limits = (config.max_bytes // world, config.redact)
-        self.log = verifications.VerificationLog(out / RECORDS, facts, *limits, held=None)
+        self.log = PartLog(out / RECORDS, facts, *limits, held=None)
         self.log.bytes //= world
         self._turns: dict[int, list[tuple[Completion, int]]] = {}
         self._recorded: set[int] = set()
@@ -59,7 +67,9 @@ class PartRecords:
 
     def write(self, name: str, answers: Sequence[StoredAnswer]) -> None:
         """Write the records of the rows of the part file `name`. Their turns are kept until the
-        next part, because a part that could not be written is written again, with its records."""
+        next part, because a part that could not be written is written again, with its records. So
+        what an earlier call gathered and did not write is dropped."""
+        self.log.drop_waiting()
         indices = {answer.index for answer in answers}
         for index in self._recorded - indices:
             self._turns.pop(index, None)

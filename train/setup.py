@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -46,6 +46,7 @@ from train.refresh import merge_updates, prepare_start, require_reached, trial_l
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.target.parts import loader, trial_batch
+from train.target.settings import loading_of
 from train.target.sharding import load_target
 from train.tracking.clock import Clock, timing_collectives
 from train.tracking.display import Display
@@ -124,8 +125,10 @@ class Run:
             self.introduce(display, progress)
             self.check_updates()
             clock = Clock.of(world.device)
-            with timing_collectives(clock) if world.size > 1 else nullcontext():
-                engine = make_engine(self.drafter, job.engine, job.optim, world)
+            with (
+                timing_collectives(clock) if world.size > 1 else nullcontext(),
+                closing(make_engine(self.drafter, job.engine, job.optim, world)) as engine,
+            ):
                 self.check(engine.weights(), display)
                 if snapshot is not None:
                     snapshot.restore(engine, world)
@@ -138,7 +141,6 @@ class Run:
                     raise
                 with clock.part("evaluation"):
                     self.check(engine.weights(), display)
-            engine.close()
             if world.is_main:
                 self.conclude(progress, reason, display)
         if world.is_main:
@@ -208,6 +210,7 @@ class Run:
             loader=self.loader,
             steps=self.steps,
             on_policy=on_policy.share > 0,
+            loading=loading_of(job.target),
         )
         if on_policy.share == 0:
             return plain

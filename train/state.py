@@ -200,13 +200,15 @@ class StateStore:
         )
 
     def newest(self) -> Snapshot | None:
-        """The newest complete state, or None. Damaged states are skipped with a warning;
-        half-written ones are removed. Collective: every process reads its share of the files."""
+        """The newest complete state, or None if there are no states. Damaged states are skipped,
+        with a warning; half-written ones are removed. Raises `UserError` if there are states, but
+        none can be used. Collective: every process reads its share of the files."""
         if self.world.is_main and self.directory.is_dir():
             for leftover in self.directory.iterdir():
                 if leftover.is_dir() and is_temporary(leftover.name):
                     discard(leftover)
         self.world.wait()
+        unusable: list[str] = []
         for folder in reversed(self._folders()):
             snapshot, damage = None, ""
             try:
@@ -215,9 +217,17 @@ class StateStore:
                 damage = str(error)
             damages = [text for text in self.world.gather(damage) if text]
             if snapshot is not None and not damages:
+                if self.world.is_main:
+                    for reason in unusable:
+                        logger.warning("%s Continuing from the state before it.", reason)
                 return snapshot
-            if self.world.is_main:
-                logger.warning("%s Continuing from the state before it.", damages[0])
+            unusable.append(damages[0])
+        if unusable:
+            raise UserError(
+                f"no state in '{self.directory}' can be continued: {' '.join(unusable)} Restore "
+                "one from a copy, or continue with the version that wrote them. "
+                "run.overwrite=true deletes what this training has written and starts again."
+            )
         return None
 
     def _folders(self) -> list[Path]:

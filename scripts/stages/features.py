@@ -31,6 +31,7 @@ from train.features.remote.server import serve
 from train.features.store.claims import Claims
 from train.features.store.writer import StoreJob, gib, needs_of, write_features
 from train.target.parts import load_parts
+from train.target.settings import loading_of
 
 Head = tuple[str, str, Any]
 """(name, kind, configuration) of a head whose features are stored."""
@@ -50,7 +51,7 @@ def run(settings: Settings) -> None:
             length = settings.train.sequence_length
             answers = require_answers(settings) if features.source == "responses" else Path()
             runner = document_target(features, answers, target, needs, length)
-        serve(runner, features, settings.engine.dtype, needs, say)
+        serve(runner, features, settings.engine.dtype, needs, say, loading_of(settings.target))
         return
     write(settings, all_heads(settings))
 

@@ -32,6 +32,7 @@ from train import setup
 from train.config import TrainConfig, TrainingJob
 from train.distributed import join_world
 from train.engines.base import EngineConfig
+from train.engines.torch_engine import TorchEngine
 from train.loop import Evaluation
 from train.optim import OptimConfig
 from train.run import train
@@ -242,6 +243,20 @@ def test_a_loss_that_is_no_number_names_the_step_and_keeps_the_state(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
 
 
+def test_the_engine_is_closed_also_when_a_training_fails(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[TorchEngine] = []
+    plain = TorchEngine.close
+    monkeypatch.setattr(TorchEngine, "close", lambda self: (closed.append(self), plain(self))[1])
+    poison(
+        monkeypatch, 1, lambda output: LossOutput(output.loss_sum * float("nan"), output.metrics)
+    )
+    with pytest.raises(UserError, match="the loss is nan at step 1"):
+        train(out=tmp_path, **settings(micro, eval_every=0))
+    assert len(closed) == 1
+
+
 def test_training_that_would_not_serve_is_refused_before_the_first_step(
     micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +280,10 @@ def test_a_state_of_another_training_is_refused(
         UserError, match=r"the state of another training: head was .*'num_heads': 3"
     ):
         train(out=tmp_path, **settings(micro, max_steps=2, eval_every=0, head={"num_heads": 4}))
+    other = settings(micro, max_steps=3, eval_every=0)
+    other["target"] = replace(other["target"], long_context=True)
+    with pytest.raises(UserError, match=r"another training: target was .*'long_context': True"):
+        train(out=tmp_path, **other)
     train(out=tmp_path, **settings(micro, max_steps=3, eval_every=0, lr=1e-3))
     assert "continuing although 'optim' has changed" in caplog.text
 

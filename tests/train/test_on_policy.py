@@ -187,6 +187,25 @@ def test_the_drafter_writes_and_the_target_judges(target: MicroTarget, kind: str
     assert float(drafter.loss(found).loss_sum.detach()) > 0
 
 
+def test_new_text_does_not_keep_the_weights_of_the_old(target: MicroTarget) -> None:
+    """Nor do the drafts from the root on, whether or not the rest stays supervised."""
+    drafter, batch = make(target, num_layers=1), packed((1, 2, 3))
+    batch = replace(
+        batch,
+        weights=torch.full(batch.tokens.shape, 2.0),
+        anchors=torch.full(batch.tokens.shape, 3.0),
+    )
+    features = rewriting(target, drafter, share=0.5, rest=True)
+    cuts, found = plan_cuts(batch, features.config), features.batch(batch)
+    weights, anchors = batch.weights.clone(), batch.anchors.clone()
+    for cut in cuts:
+        weights[cut.row, cut.last + 1 : cut.last + 1 + cut.room] = 1.0
+        anchors[cut.row, cut.last : cut.end] = 1.0
+    assert 0 < len({cut.row for cut in cuts}) < 3, "other seeds are needed for this test"
+    assert torch.equal(found.weights, weights) and torch.equal(found.anchors, anchors)
+    assert bool((batch.anchors == 3.0).all()), "the loader's own tensors stay as they are"
+
+
 def test_rows_that_are_not_drawn_stay_as_they_are(target: MicroTarget) -> None:
     drafter = make(target, num_layers=1)
     batch = packed((1, 2, 3))

@@ -4,6 +4,8 @@ nothing and loses nothing."""
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from inference.target.model import TargetModel
 from inference.verifications import SEQUENCES, VERIFICATIONS, RecordsConfig, read_table
 from tests.inference.tokenizers import save_micro_target
 from train.data import answers as answers_module
+from train.data.answers import HELD
 from train.data.config import DataConfig
 from train.generate.config import GenerateConfig
 from train.generate.run import generate
+from train.recording import PartLog
 
 DECODE = DecodeConfig(
     temperature=1.0, max_new_tokens=12, batch_size=4, seed=5, shape="chain", depth=2
@@ -97,6 +101,11 @@ def rows_of(out: Path, table: str = VERIFICATIONS) -> list[dict[str, Any]]:
         del row["time"]
         row.pop("prompt_hash", None)
     return sorted(rows, key=lambda row: (row["sequence"], row.get("position", 0)))
+
+
+def names_of(out: Path, table: str) -> list[str]:
+    """The sequence of every row."""
+    return sorted(read_table(out / "records", table).column("sequence").to_pylist())
 
 
 def test_records_retell_every_answer(calm: Path) -> None:
@@ -208,6 +217,57 @@ def test_interrupted_anywhere_nothing_is_doubled_or_lost(
         read_manifest(tmp_path / "out", "generate")["records"]
         == read_manifest(calm, "generate")["records"]
     )
+
+
+def test_signals_wait_for_a_part_also_if_another_thread_takes_them(
+    calm: Path, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a part's records are gathered, and while other threads run."""
+    plain, coming = PartLog.sequence, []
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+
+    def interrupted(self: PartLog, *given: Any) -> None:
+        plain(self, *given)
+        if coming and self.written:
+            signal.pthread_kill(other.ident, coming.pop())
+            for _ in range(1000):  # the handler runs in this thread
+                pass
+
+    monkeypatch.setattr(PartLog, "sequence", interrupted)
+    out, former = tmp_path / "out", [signal.getsignal(number) for number in HELD]
+    other.start()
+    try:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            coming.append(number)
+            with pytest.raises(SystemExit):
+                run(given, out, recording(given))
+        run(given, out, recording(given))
+    finally:
+        ended.set()
+        other.join()
+    assert [signal.getsignal(number) for number in HELD] == former
+    assert names_of(out, SEQUENCES) == names_of(calm, SEQUENCES)
+    assert names_of(out, VERIFICATIONS) == names_of(calm, VERIFICATIONS)
+
+
+def test_records_that_were_gathered_and_not_written_are_not_written_twice(
+    calm: Path, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = PartLog.sequence, []
+
+    def fails(self: PartLog, *given: Any) -> None:
+        plain(self, *given)
+        calls.append(1)
+        if len(calls) == 5:
+            raise MemoryError
+
+    monkeypatch.setattr(PartLog, "sequence", fails)
+    with pytest.raises(MemoryError):
+        run(given, tmp_path / "out", recording(given))
+    run(given, tmp_path / "out", recording(given))
+    for table in (SEQUENCES, VERIFICATIONS):
+        assert names_of(tmp_path / "out", table) == names_of(calm, table)
 
 
 def test_redacted_records_hold_no_token(given: dict[str, Any], tmp_path: Path) -> None:

@@ -162,10 +162,16 @@ def test_a_damaged_newest_state_is_passed_over_with_a_warning(
     assert "Continuing from the state before it" in caplog.text
 
 
-def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [cut, foreign])
+def test_states_of_which_none_can_be_used_are_no_reason_to_start_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     states = store(tmp_path)
-    cut(states.save(2, trained(), {}, RUN))
     assert states.newest() is None
+    for step in (2, 4):
+        damage(states.save(step, trained(), {}, RUN))
+    with pytest.raises(UserError, match=r"no state in .*step_00000004.*step_00000002.*overwrite"):
+        states.newest()
 
 
 def test_a_state_is_checked_in_shares(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NotRequired
 
 import numpy as np
@@ -364,12 +366,38 @@ def parquet_bytes(table: pa.Table) -> bytes:
     return content
 
 
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""The signals that wait until a part is written."""
+
+
 @contextmanager
 def _hold_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGUSR1 for this thread until the block ends."""
-    held = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    """Hold the signals `HELD` back until the block ends. Their handlers are replaced: a mask holds
+    for one thread only, so that another thread would take the signal, and its handler would
+    interrupt the main thread all the same. In other threads no handler runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    found: dict[int, Any] = {number: signal.getsignal(number) for number in HELD}
+    # without those that other code than Python handles, which cannot be restored
+    former = {number: handler for number, handler in found.items() if handler is not None}
+    held: list[int] = []
+    holding = True
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if holding:
+            held.append(number)
+        else:  # the former handler of another signal has interrupted the restoring below
+            signal.signal(number, former[number])
+            signal.raise_signal(number)
+
     try:
+        for number in former:
+            signal.signal(number, hold)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        holding = False
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(held):
+            signal.raise_signal(number)

@@ -213,8 +213,10 @@ def name_of(kind: Kind, column: str, sample: Any) -> str:
         return "plain text"
     if kind == "prompt":
         return NAMES.get(column, "prompts")
-    entries = sample if isinstance(sample, Mapping) else next(iter(sample or ()), None)
-    return "ShareGPT conversations" if "from" in (entries or ()) else "OpenAI messages"
+    # a sample that is no list of mappings has neither name; its row is refused with a reason
+    entry = sample[0] if isinstance(sample, Sequence) and sample else sample
+    sharegpt = isinstance(entry, Mapping) and "from" in entry
+    return "ShareGPT conversations" if sharegpt else "OpenAI messages"
 
 
 def listed(what: str, names: Sequence[str]) -> str:

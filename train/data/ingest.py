@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -34,13 +35,15 @@ from inference.folders import discard
 from inference.manifest import PARTIAL, file_sha256, write_bytes, write_json
 from train.data.answers import RESERVED, USES, parquet_bytes
 from train.data.config import DataConfig, SourceConfig
-from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, judge
+from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, append_durably, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
 from train.data.held_out import Findings, HeldOutIndex, add_finding
 from train.data.parquet import readable
 from train.data.reserve import UNUSABLE, Fits, StoredRows, conversation_of, reserve
 from train.data.sources import Mixture, Row, RowContent, SkippedRow, content_hash
 from train.data.tables import local_files
+
+logger = logging.getLogger(__name__)
 
 REMOVE = "Remove the folder it lies in and run `headstart generate` again."
 _SOURCE_FIELDS = [field.name for field in fields(SourceConfig)]
@@ -96,11 +99,11 @@ def ingest(
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
         return known[1]
+    reader = Reader(data, folder, held_out, decode)
     state = read_state(folder)
-    if state is None or state.get("identity") != identity:
+    if state is None or state.get("identity") != identity or not reader.restore(state):
         discard(folder)
         state = {"identity": identity, "rows": 0, "place": None, "findings": None, "held_out": 0}
-    reader = Reader(data, folder, held_out, decode)
     mixture = reader.read(state, progress)
     return reader.finish(mixture, state, fits)
 
@@ -118,13 +121,29 @@ class Reader:
         self.keys = KeyFiles(self.folder / KEYS)
         self.reserves = is_reserving(self.data)
 
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Drop what an interrupted run wrote after `state` (input/state.json). False, after a
+        warning, if a file holds less than `state` counts: then all must be read again."""
+        rows = state["rows"]
+        keys = self.keys.forget_from(rows)
+        sizes = {HELD: 8 * state["held_out"]}
+        if self.data.deduplicate == "near":
+            sizes[SIGNATURES] = 4 * SIGNATURE * rows
+        if self.reserves:
+            sizes[CONVERSATIONS] = 8 * rows
+        short = [name for name, size in sizes.items() if not _cut(self.folder / name, size)]
+        # states of earlier versions do not count the keys
+        short += [KEYS] if keys != state.get("keys", keys) else []
+        if short:
+            logger.warning(
+                "'%s' holds less than its %s counts (%s), as after a power failure; the rows are "
+                "read again from the first",
+                *(self.folder, STATE, ", ".join(short)),
+            )
+        return not short
+
     def read(self, state: dict[str, Any], progress: Callable[[int], None]) -> Mixture:
-        """Read from the position in `state` (input/state.json) to the end, and keep it up to
-        date."""
-        self.keys.forget_from(state["rows"])
-        _cut(self.folder / SIGNATURES, state["rows"] * SIGNATURE * 4)
-        _cut(self.folder / HELD, state["held_out"] * 8)
-        _cut(self.folder / CONVERSATIONS, state["rows"] * 8)
+        """Read from the position in `state` to the end, and keep it up to date."""
         mixture = Mixture(self.data)
         findings: Findings = state["findings"] or Findings(counts={}, examples=[])
         rows = mixture.read(state["place"])
@@ -134,15 +153,16 @@ class Reader:
             name = ROWS.format(state["rows"] // BLOCK)
             write_bytes(self.folder / name, parquet_bytes(table))
             self._write_keys(made, len(block))
-            _append(self.folder / HELD, np.array(made.held_out, dtype=np.int64))
+            append_durably(self.folder / HELD, np.array(made.held_out, dtype=np.int64))
             if self.reserves:
                 found = np.array(made.conversations, dtype=np.uint64)
-                _append(self.folder / CONVERSATIONS, found)
+                append_durably(self.folder / CONVERSATIONS, found)
             state |= {
                 "rows": state["rows"] + len(block),
                 "place": mixture.place(),
                 "findings": findings,
                 "held_out": state["held_out"] + len(made.held_out),
+                "keys": self.keys.count(),
             }
             write_json(self.folder / STATE, state)
             progress(state["rows"])
@@ -205,7 +225,7 @@ class Reader:
                 table[numbers % BLOCK] = found
                 bands = band_keys(found)
                 self.keys.add("band", bands.reshape(-1), np.repeat(numbers, bands.shape[1]))
-            _append(self.folder / SIGNATURES, table)
+            append_durably(self.folder / SIGNATURES, table)
 
     def finish(self, mixture: Mixture, state: dict[str, Any], fits: Fits) -> Input:
         """Judge the rows, hold prompts out, write the summary, and remove unneeded files."""
@@ -246,11 +266,6 @@ class Reader:
 def is_reserving(data: DataConfig) -> bool:
     """Whether prompts are held out of the data itself."""
     return bool(data.reserve.validation or data.reserve.bench or data.reserve.prompts)
-
-
-def _append(path: Path, values: NDArray[Any]) -> None:
-    with path.open("ab") as file:
-        file.write(values.tobytes())
 
 
 def load_rows(folder: Path, numbers: Sequence[int]) -> list[Row]:
@@ -352,10 +367,15 @@ def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _cut(path: Path, size: int) -> None:
-    if path.is_file():
-        with path.open("r+b") as file:
-            file.truncate(size)
+def _cut(path: Path, size: int) -> bool:
+    """Cut a file to `size` bytes; False if it has fewer."""
+    if not path.is_file():
+        return size == 0
+    if path.stat().st_size < size:
+        return False
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return True
 
 
 def _fingerprint(folder: Path) -> str:

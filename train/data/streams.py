@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetFile
 
 from heads.api.errors import UserError
+from heads.api.reading import reason
 from train.data import tables
 from train.data.config import SourceConfig
 from train.data.permute import stable_permutation
@@ -110,10 +111,11 @@ class ParquetStream:
 
 
 class DatasetStream:
-    """A `datasets.IterableDataset`; `at`: its own state, number of the next row."""
+    """A `datasets.IterableDataset`; `at`: its own state, number of the next row. Raises `UserError`
+    for files that `datasets` cannot parse."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self.number = dataset, 0
+    def __init__(self, dataset: Any, shown: str) -> None:
+        self.dataset, self.shown, self.number = dataset, shown, 0
 
     @property
     def at(self) -> Place:
@@ -125,9 +127,15 @@ class DatasetStream:
         self.number = place["number"]
 
     def __iter__(self) -> Iterator[NumberedRow]:
-        for row in self.dataset:
-            self.number += 1
-            yield self.number - 1, row
+        try:
+            for row in self.dataset:
+                self.number += 1
+                yield self.number - 1, row
+        except ValueError as error:  # also of pyarrow
+            raise UserError(
+                f"dataset '{self.shown}' cannot be read: {reason(error)}. Check the file, or turn "
+                "it into jsonl to skip broken rows."
+            ) from error
 
 
 Stream = LineStream | ParquetStream | DatasetStream
@@ -186,4 +194,4 @@ def open_stream(source: SourceConfig, files: list[Path] | Path | None) -> Stream
         return LineStream(files)
     if isinstance(files, list) and kinds == {".parquet"}:
         return ParquetStream(files, source.path)
-    return DatasetStream(tables.open_dataset(source, files, streaming=True))
+    return DatasetStream(tables.open_dataset(source, files, streaming=True), source.path)

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ LINES, PROMPTS = ".jsonl", ".txt"
 """Endings of files that are read line by line: JSON objects, prompts."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COLUMN_PROBE = 100
+MOST_OPEN = 16
+"""Files of a table of lines that are open at once."""
 
 
 RawRow = Mapping[str, object]
@@ -64,14 +67,15 @@ class Lines:
 
     def __init__(self, files: list[Path]) -> None:
         self._parse = parser_of(files[0])
-        self._opened = [file.open("rb") for file in files]
+        self._files = OpenFiles(files)
         bounds = array("q")  # flat: file, begin, end; a list of tuples would take ten times as much
-        for number, file in enumerate(self._opened):
+        for number, path in enumerate(files):
             begin = 0
-            for line in file:
-                if line.strip():
-                    bounds.extend((number, begin, begin + len(line)))
-                begin += len(line)
+            with path.open("rb") as file:
+                for line in file:
+                    if line.strip():
+                        bounds.extend((number, begin, begin + len(line)))
+                    begin += len(line)
         self._lines = np.frombuffer(bounds, dtype=np.int64).reshape(-1, 3)
         self.column_names = names_in(self[index] for index in range(min(len(self), COLUMN_PROBE)))
 
@@ -80,7 +84,28 @@ class Lines:
 
     def __getitem__(self, index: int) -> RawRow | BadRowError:
         number, begin, end = self._lines[index].tolist()
-        return self._parse(os.pread(self._opened[number].fileno(), end - begin, begin))
+        return self._parse(self._files.read(number, begin, end))
+
+
+class OpenFiles:
+    """Ranges of files, of which the last `MOST_OPEN` that were read stay open."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self._descriptors: OrderedDict[int, int] = OrderedDict()
+
+    def read(self, number: int, begin: int, end: int) -> bytes:
+        """The bytes [begin, end) of file `number`."""
+        if number not in self._descriptors:
+            if len(self._descriptors) == MOST_OPEN:
+                os.close(self._descriptors.popitem(last=False)[1])
+            self._descriptors[number] = os.open(self.files[number], os.O_RDONLY)
+        self._descriptors.move_to_end(number)
+        return os.pread(self._descriptors[number], end - begin, begin)
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
 
 
 def parser_of(file: Path) -> Callable[[bytes], RawRow | BadRowError]:
@@ -175,7 +200,15 @@ def _one_kind(path: str, files: list[Path]) -> str:
 def _open_saved(folder: Path, split: str) -> Any:
     from datasets import DatasetDict, load_from_disk
 
-    loaded = load_from_disk(str(folder))
+    try:
+        loaded = load_from_disk(str(folder))
+    # a file that is missing, no JSON (or no table), or without an entry
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"'{folder}' has a state.json or dataset_dict.json, as saved datasets have, but it "
+            f"cannot be opened as one: {reason(error)}. Save the dataset again, or "
+            f"give the files in the folder as a glob, such as '{folder}/*.parquet'."
+        ) from error
     if not isinstance(loaded, DatasetDict):
         return loaded
     if split not in loaded:

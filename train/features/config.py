@@ -172,15 +172,17 @@ class FeaturesConfig:
         length: int,
         precision: str,
         domains: tuple[str, ...] = (),
+        loading: str = "",
     ) -> Identity:
         """The identity of a store that serves `needs` on answers (of `domains`; empty: all) in rows
-        of `length` tokens. Raises `UserError` for features that the source does not have."""
+        of `length` tokens. loading: see `train.target.settings.loading_of`. Raises `UserError`
+        for features that the source does not have."""
         self.require_returned(needs)
         last = needs.last_hidden or needs.logits
         top = self.top_logits if last else 0
         trained = (file_sha256(answers / MANIFEST_FILE), length, info.revision, info.tokenizer_hash)
         form = (precision, self.format, top)
-        return Identity(*trained, *form, needs.taps, last, domains, self.source)
+        return Identity(*trained, *form, needs.taps, last, domains, self.source, loading)
 
     def folder(self, answers: Path) -> Path:
         """The store's folder for the answers in `answers`."""

@@ -48,13 +48,20 @@ class DocumentStates(Protocol):
 
 
 def document_target(
-    config: FeaturesConfig, answers: Path, target: TargetModel, needs: FeatureSpec, longest: int
+    config: FeaturesConfig,
+    answers: Path,
+    target: TargetModel,
+    needs: FeatureSpec,
+    longest: int,
+    domains: Sequence[str] = (),
 ) -> DocumentTarget:
     """The source that `features.mode` or `features.source` names: vllm, sglang or responses.
-    answers: the folder of the responses; needs: all features ever needed; longest: tokens of a row.
-    Raises `UserError` for servers or states that do not fit."""
+    answers: the folder of the responses; needs: all features ever needed; longest: tokens of a row;
+    domains: those of the responses that are read; empty: all. Raises `UserError` for servers or
+    states that do not fit."""
     if "responses" in (config.mode, config.source):
-        return DocumentTarget(ResponseStates(answers, target, needs, longest), target, READERS)
+        states = ResponseStates(answers, target, needs, longest, domains)
+        return DocumentTarget(states, target, READERS)
     whole = config.trainer_target == "whole"
     kind = SglangClient if "sglang" in (config.mode, config.source) else VllmClient
     client = kind(config, target, needs, longest, whole)

@@ -42,6 +42,7 @@ from train.features.store.codec import parts_of
 from train.features.store.layout import LAST, TOP, precision_of
 from train.manifest import TrainManifest, read_training
 from train.stopping import StopRequest
+from train.target.settings import loading_of
 
 HELLO, ROWS, BYE = 0, 1, 2
 HEADER_TAG, ROWS_TAG, ANSWER_TAG = 1, 2, 3
@@ -89,7 +90,10 @@ def run_in_group(
     target = TargetModel.load(job.target)
     with StopRequest() as request:  # trainers get the signal too; they save, then send BYE
         try:
-            complete = serve(target, job.engine.dtype, division.trainers_of(world.rank))
+            key = key_of(
+                target.info, precision_of(job.engine.dtype, target.dtype), loading_of(job.target)
+            )
+            complete = serve(target, job.engine.dtype, key, division.trainers_of(world.rank))
         except RuntimeError:
             if not request.number:
                 raise
@@ -200,7 +204,12 @@ class GroupSource:
     target."""
 
     def __init__(
-        self, config: FeaturesConfig, target: FeatureTarget, precision: str, needs: FeatureSpec
+        self,
+        config: FeaturesConfig,
+        target: FeatureTarget,
+        precision: str,
+        loading: str,
+        needs: FeatureSpec,
     ) -> None:
         if not _links:
             raise UserError(
@@ -216,7 +225,7 @@ class GroupSource:
         self._sent: list[tuple[Any, Tensor]] = []
         self._coming: list[Any] = []
         send_header(HELLO, self.target)
-        send_body(f"{key_of(target.info, precision)} {self.wish.to_json()}", self.target)
+        send_body(f"{key_of(target.info, precision, loading)} {self.wish.to_json()}", self.target)
         answer = receive_body(self.target)  # waits while it loads
         if answer:
             raise UserError(f"the target's process (rank {self.target}) refuses: {answer}")
@@ -269,11 +278,10 @@ class GroupSource:
 # The target's end
 
 
-def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> bool:
-    """Answer requests until every trainer has sent BYE; returns whether all ended without
-    failure."""
+def serve(target: FeatureTarget, dtype: torch.dtype, key: str, trainers: list[int]) -> bool:
+    """Answer requests until every trainer has sent BYE; returns whether all ended without failure.
+    key: of this target, see `wire.key_of`."""
     link = _links[0]
-    key = key_of(target.info, precision_of(dtype, target.dtype))
     asks: dict[int, Ask] = {}
     ends: dict[int, int] = {}
     sending = Sending(link)
@@ -285,7 +293,10 @@ def serve(target: FeatureTarget, dtype: torch.dtype, trainers: list[int]) -> boo
             ends[trainer] = status
         elif operation == HELLO:
             theirs, wish = receive_body(trainer).split(" ", 1)
-            refusal = "it runs another target, tokenizer or precision than the trainer."
+            refusal = (
+                "it runs another target, tokenizer or precision than the trainer, or loads the "
+                "target with other settings."
+            )
             send_body("" if theirs == key else refusal, trainer)
             asks[trainer] = Ask.from_json(wish, target.info)
         else:

@@ -64,9 +64,11 @@ def make_features(
     loader: StepLoader,
     steps: int,
     on_policy: bool = False,
+    loading: str = "",
 ) -> Features:
     """The configured source for a training of `steps` steps on `answers`. on_policy: whether rows
-    are rewritten during training, so that no store has their features. Raises `UserError` for
+    are rewritten during training, so that no store has their features. loading: how the target is
+    loaded (`train.target.settings.loading_of`). Raises `UserError` for
     settings that do not fit together."""
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":
@@ -78,22 +80,23 @@ def make_features(
             "features.mode=online, remote, vllm, sglang or group."
         )
     form, precision = config.form(target.info), precision_of(dtype, target.dtype)
+    identity = target.info, precision, loading
     source: Source
     pinned = target.device.type == "cuda"
     if config.mode == "store":
         length, domains = loader.data.sequence_length, loader.data.domains
-        wanted = config.identity(needs, target.info, answers, length, precision, domains)
+        wanted = config.identity(needs, target.info, answers, length, precision, domains, loading)
         reader = StoreReader(config.folder(answers), wanted, config.wait_seconds)
         source = ThreadedSource(reader.fetch, form, 1, reader.stop, pinned)
     elif config.mode == "remote":
-        client, threads = RemoteClient(config, target.info, precision, needs), len(config.servers)
+        client, threads = RemoteClient(config, *identity, needs), len(config.servers)
         source = ThreadedSource(client.fetch, form, 2 * threads, client.stop, pinned)
     elif config.mode in ("vllm", "sglang", "responses"):
         length = loader.data.sequence_length
-        engine = document_target(config, answers, target, needs, length)
+        engine = document_target(config, answers, target, needs, length, loader.data.domains)
         fetch = partial(fetch_from, engine, dtype, wire.Ask.of(needs, form))
         source = ThreadedSource(fetch, form, 1 + config.ahead, engine.close, pinned)
     else:
-        source = GroupSource(config, target, precision, needs)
+        source = GroupSource(config, target, precision, loading, needs)
     given = (online.logits, target.device, dtype, loader, config.ahead)
     return FetchedFeatures(source, needs, *given, last_step=steps - 1)

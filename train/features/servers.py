@@ -10,6 +10,7 @@ import http.client
 import itertools
 import logging
 import math
+import socket
 import ssl
 import threading
 import time
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 LATER = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
 """Refusals after which another attempt may succeed."""
+PIECE = 1 << 20
+"""Most bytes of an answer that are read at once."""
 Found = TypeVar("Found")
 
 
@@ -162,6 +165,7 @@ class Servers:
         """An answer of at most `most` bytes, within `longest` seconds if features.timeout_seconds
         are more; raises `FailureError` if asking again may help, otherwise `UserError`."""
         seconds = min(longest, self.config.timeout_seconds)
+        deadline = time.monotonic() + seconds
         if server.secured:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 server.host, server.port, timeout=seconds, context=self._tls
@@ -170,8 +174,9 @@ class Servers:
             connection = http.client.HTTPConnection(server.host, server.port, timeout=seconds)
         try:
             connection.request(method, path, body, {**self._headers, **(headers or {})})
+            opened = connection.sock  # which the connection forgets if it does not stay open
             answer = connection.getresponse()
-            content = answer.read(most + 1)
+            content = read_until(answer, opened, most + 1, deadline)
         except TimeoutError as error:
             raise FailureError(f"no answer within {seconds:g} s") from error
         except ssl.SSLCertVerificationError as error:
@@ -194,6 +199,25 @@ class Servers:
         unknown = answer.status == http.client.UNAUTHORIZED
         hint = f" Set {self.config.token_variable}." if unknown else ""
         raise UserError(f"the {self.what} {server} refuses: {sentence}{hint}")
+
+
+def read_until(
+    answer: http.client.HTTPResponse, opened: socket.socket, most: int, deadline: float
+) -> bytes:
+    """The first `most` bytes of an answer's content. opened: its connection; deadline: monotonic
+    time. Raises `TimeoutError` after it, also if the bytes come one by one."""
+    content = bytearray()
+    while len(content) < most:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if not answer.isclosed():
+            opened.settimeout(left)
+        piece = answer.read1(min(PIECE, most - len(content)))
+        if not piece:
+            break
+        content += piece
+    return bytes(content)
 
 
 def pause_after(failures: int) -> float:

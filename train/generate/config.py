@@ -27,7 +27,8 @@ class GenerateConfig:
     only tokenise them."""
     drafter: str | None = None
     """Checkpoint folder of a drafter for this target, to speed decoding up; None: plain decoding.
-    The answers are the same."""
+    At temperature 0, and with sampling.rule=match, the answers are the same. Above temperature 0,
+    rejection, block, specinfer and traversal keep their distribution; typical changes it."""
     shard_rows: PositiveInt = 4096
     """Maximum number of answers in one shard of the final output."""
     window_rows: PositiveInt = 8192

@@ -3,10 +3,10 @@
 Rows come from one dataset or a mixture. They are read once, and rows that repeat an earlier row or
 a held-out prompt are left out (`train/data/ingest.py`). Answers are sampled by our own decoder,
 optionally sped up by a drafter, by servers that return token ids, or by vLLM in this process. With
-our decoder, an answer depends on its prompt, the sampling settings and the prompt's own seed. It
-does not depend on processes, order or batch, as far as the target's arithmetic allows: in float32 a
-batch may round differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are
-common.
+our decoder, an answer depends on its prompt, the sampling settings and the prompt's own seed, and
+with an acceptance rule other than match above temperature 0 on the drafter. It does not depend on
+processes, order or batch, as far as the target's arithmetic allows: in float32 a batch may round
+differently by some 1e-6, which can turn a near-tie; in bfloat16 near-ties are common.
 
 Several processes (`accelerate launch`, `torchrun`) share the rows; each writes its own part files,
 see `train/data/answers.py`. Running the same command again continues the generation and repeats
@@ -56,12 +56,13 @@ from train.data.reserve import LEAST, VERDICTS
 from train.data.states import STATES, settle
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import answer_rows, console_of, load_target
-from train.generate.sampling import kept_layers, sampling_of
+from train.generate.sampling import backend_of, kept_layers, sampling_of
 from train.generate.target_facts import AnyTarget
 from train.generate.turns import Backend
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
 from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
+from train.target.settings import unusual_loading
 
 SHOWN_REASONS = 5
 REPORTED_DOCUMENTS = 256
@@ -222,7 +223,10 @@ def is_answerable(job: GenerateJob, target: AnyTarget, prompt: Prompt) -> bool:
 
 
 def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, Any]:
-    """All settings an answer depends on; batch size, drafter, processes and paths may change."""
+    """All settings an answer depends on; batch size, processes and paths may change, and the
+    drafter too. Above temperature 0, with a rule other than match, another drafter gives other
+    samples; the rule is part of the settings. Raises `UserError` for a structure that cannot be
+    read."""
     template = str(model.tokenizer.chat_template or "")
     settings: dict[str, Any] = {
         "answers": job.config.answers,
@@ -241,7 +245,10 @@ def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, An
     }
     if job.config.answers == "sample":
         settings["target"]["dtype"] = job.target.dtype_name
-        settings["sampling"] = sampling_of(job.decode)
+        own = backend_of(job.decode) == "own"
+        if own:
+            settings["target"] |= unusual_loading(job.target)
+        settings["sampling"] = sampling_of(job.decode, own and job.config.drafter is not None)
     return settings
 
 

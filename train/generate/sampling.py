@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,8 @@ from typing import Any, Literal
 from heads.api.config import NonNegativeInt, Rows, Seconds, Timeout, config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.decoding.rules.names import TEXT, promise
+from inference.decoding.structured.constraint import ANY_OBJECT, Constraint
 
 
 @config("sampling")
@@ -67,17 +70,29 @@ class SamplingConfig(DecodeConfig):
                     f"sampling.server '{address}' is no address; it must begin with http:// or "
                     "https://."
                 )
-        if self.chosen_backend != "own" and (self.bad_words or self.shape != "none"):
-            what = "bad_words" if self.bad_words else "shape"
-            raise UserError(
-                f"sampling.{what} is only known to our own decoder; leave it out (shape=none) "
-                f"with sampling.backend={self.chosen_backend}."
-            )
+        self._refuse_own_settings()
 
         if self.states and (self.chosen_backend != "server" or self.protocol == "sglang"):
             raise UserError(
                 "sampling.states keeps what vLLM servers leave: give their addresses as "
                 "sampling.server, with sampling.protocol=openai."
+            )
+
+    def _refuse_own_settings(self) -> None:
+        """Raise `UserError` for a setting of our own decoder that another backend would ignore."""
+        if self.chosen_backend == "own":
+            return
+        given = {
+            "bad_words": bool(self.bad_words),
+            "shape": self.shape != "none",
+            "structure": bool(self.structure),
+        }
+        if name := next((name for name, is_given in given.items() if is_given), ""):
+            raise UserError(
+                f"sampling.{name} is only known to our own decoder, so that the answers would not "
+                f"follow it; given: {getattr(self, name)} with sampling.backend="
+                f"{self.chosen_backend}. Leave it out (sampling.shape=none), or use "
+                "sampling.backend=own."
             )
 
     @property
@@ -96,18 +111,42 @@ def backend_of(decode: DecodeConfig) -> str:
     return decode.chosen_backend if isinstance(decode, SamplingConfig) else "own"
 
 
-def sampling_of(decode: DecodeConfig) -> dict[str, object]:
-    """The settings that decide the text, including the backend, because seeds differ there."""
+def sampling_of(decode: DecodeConfig, drafts: bool) -> dict[str, object]:
+    """The settings that decide the text, including the backend, because seeds differ there. drafts:
+    whether a drafter drafts. Settings that earlier versions did not record are left out at their
+    defaults. Raises `UserError` for a structure that cannot be read."""
     backend = backend_of(decode)
-    # in the form in which it is read back: lists, not tuples
-    settings = json.loads(json.dumps(asdict(decode.sampling())))
-    return {
-        **settings,
+    settings = {
+        **asdict(decode.sampling()),
         "max_new_tokens": decode.max_new_tokens,
         "seed": decode.seed,
         **({} if backend == "own" else {"backend": backend}),
         **({"state_layers": list(layers)} if (layers := kept_layers(decode)) else {}),
+        **({"structure": _content_of(decode.structure)} if decode.structure else {}),
+        **(_acceptance_of(decode) if drafts else {}),
     }
+    if isinstance(decode, SamplingConfig) and backend == "vllm" and decode.vllm_arguments:
+        settings["vllm_arguments"] = dict(decode.vllm_arguments)
+    # in the form in which it is read back: lists, not tuples
+    found: dict[str, object] = json.loads(json.dumps(settings))
+    return found
+
+
+def _content_of(structure: str) -> str:
+    """What a `structure` stands for: of a file its kind and a hash, since paths may change."""
+    constraint = Constraint.read(structure)
+    if constraint is None or structure == ANY_OBJECT:
+        return structure
+    return f"{constraint.kind} {hashlib.sha256(constraint.text.encode()).hexdigest()[:32]}"
+
+
+def _acceptance_of(decode: DecodeConfig) -> dict[str, object]:
+    """The acceptance rule with its parameters, if it changes the text; empty otherwise."""
+    rule = decode.acceptance
+    if decode.shape == "none" or promise(rule, decode.temperature) == TEXT:
+        return {}
+    names = ("typical_epsilon", "typical_delta") if rule == "typical" else ()
+    return {"acceptance": rule, **{name: getattr(decode, name) for name in names}}
 
 
 def kept_layers(decode: DecodeConfig) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ at the boost clock. Peaks of float32 are not used, since GPUs train in bfloat16.
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 
@@ -19,13 +20,13 @@ TERA, GIGA = 1e12, 1e9
 @dataclass(frozen=True)
 class Gpu:
     """peak: bfloat16 FLOP/s; memory: bytes; link: bytes/s to each of the GPUs of the same machine,
-    one direction; name_part: how CUDA's device names show it.
+    one direction; word: how CUDA's device names show it.
     """
 
     peak: float
     memory: float
     link: float
-    name_part: str
+    word: str
 
 
 GPUS = {
@@ -71,9 +72,9 @@ def find_peak(
         return Peak(given_tflops * TERA, "train.peak_tflops")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        # the longest part first: L40S is no L4
-        for known in sorted(GPUS.values(), key=lambda each: -len(each.name_part)):
-            if known.name_part in name:
+        words = re.findall(r"\w+", name)  # whole ones: L40S is no L4, an A10G no A10
+        for known in GPUS.values():
+            if known.word in words:
                 return Peak(known.peak, f"{name}, dense bfloat16, maker's figure")
         return Peak(0.0, f"{name} is not in the table; give train.peak_tflops")
     return measured_peak(dtype, torch.get_num_threads(), again=again)

@@ -3,6 +3,7 @@ losses, engine and optimisers of `headstart train` on answers in memory."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -12,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from heads.api.batch import TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.target.model import TargetModel
-from train.data.loader import StepLoader
+from train.data.loader import PackedBatch, StepLoader
 from train.data.pack import PackedData
 from train.data.packed_file import Document
 from train.distributed import World
@@ -121,10 +123,9 @@ class DrafterTraining:
         settings = self.settings
         found: dict[str, float] = defaultdict(float)
         for index in range(steps):
-            batches, supervised = loader.step(index), max(1, loader.supervised(index))
+            batches, made, supervised = self._batches(loader, index)
             loss = 0.0
-            for place, packed in enumerate(batches):
-                batch = self.features.batch(packed, self.steps)
+            for place, (packed, batch) in enumerate(zip(batches, made, strict=True)):
                 batch.progress = 1.0
                 output = self.engine.forward_backward(batch, supervised, place + 1 == len(batches))
                 loss += float(output.loss_sum) / supervised
@@ -145,6 +146,18 @@ class DrafterTraining:
             self.steps += 1
         return found
 
+    def _batches(
+        self, loader: StepLoader, index: int
+    ) -> tuple[list[PackedBatch], Iterable[TrainBatch], int]:
+        """A step's micro-batches, the same with features, and the supervised tokens of all (at
+        least 1), by which their losses are divided."""
+        batches, supervised = loader.step(index), loader.supervised(index)
+        made: Iterable[TrainBatch] = (self.features.batch(one, self.steps) for one in batches)
+        if isinstance(self.features, OnPolicyFeatures):
+            made = list(made)  # how much is supervised is known once all rows are rewritten
+            supervised = sum(int(batch.loss_mask.sum()) for batch in made)
+        return batches, made, max(1, supervised)
+
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the weights to the drafter that decodes, in place."""
@@ -153,12 +166,14 @@ class DrafterTraining:
             own[name].copy_(value)
 
     def state(self) -> dict[str, Any]:
-        """The state for `load`: weights in training, the optimiser's state, steps so far."""
-        return {
+        """The state for `load`: weights in training, the optimiser's state, steps so far. All of it
+        is a copy, which later steps leave as it is."""
+        state = {
             "drafter": dict(self.drafter.state_dict()),
             "optimizer": self.engine.optimizer.state_dict(),
             "steps": self.steps,
         }
+        return copy.deepcopy(state)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`, which may be older than the target's weights; the decoding
@@ -194,12 +209,12 @@ def _float32_copy(drafter: TrainableDrafter, target: TargetModel) -> TrainableDr
     kind: Any = type(drafter)
     cuda = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(cuda):  # weights that are set below
-        copy: TrainableDrafter = kind(drafter.config, drafter.info)
-    copy.to(device=target.device, dtype=torch.float32)
-    copy.load_state_dict(drafter.state_dict())
-    copy.bind(target.weights)
-    if not any(parameter.requires_grad for parameter in copy.parameters()):
+        twin: TrainableDrafter = kind(drafter.config, drafter.info)
+    twin.to(device=target.device, dtype=torch.float32)
+    twin.load_state_dict(drafter.state_dict())
+    twin.bind(target.weights)
+    if not any(parameter.requires_grad for parameter in twin.parameters()):
         raise UserError(
             f"kind '{drafter.kind}' has no weights to train: it follows its target as it is."
         )
-    return copy
+    return twin

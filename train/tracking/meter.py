@@ -1,10 +1,11 @@
 """The cost of a training: time by part, model FLOPs utilisation, peak memory, energy.
 
-FLOPs are counted (train/planning/footprint.py) in the first step of a session and in every
-hundredth. In between the last count is used, as only the share of supervised tokens varies. The
-count covers the matrix products and attention that this process computes, including recomputations.
-Utilisation is their number over (the device's peak x the time of the steps, including waiting,
-excluding measuring tau and saving).
+FLOPs are counted (train/planning/footprint.py) in the first step of a training and in every
+hundredth after it, whichever session takes them: a counted step runs uncompiled, so that other
+steps would make the weights depend on where sessions begin. In between the last count is used, as
+only the share of supervised tokens varies. The count covers the matrix products and attention that
+this process computes, including recomputations. Utilisation is their number over (the device's peak
+x the time of the steps, including waiting, excluding measuring tau and saving).
 
 Every process reads the energy of its own GPU and adds it to the sums of the next step or save, so
 that the main process records the energy of all of them.
@@ -35,9 +36,9 @@ STATUS = Path("/proc/self/status")
 
 class Meter:
     """Measures one process. spent: the sums of earlier sessions: seconds by part, `setup` (before
-    the loop), `flops`, `joules` (`unmetered` if a process had no reading), `peak_memory` (bytes).
-    main: only the main process counts FLOPs. begun: `time.perf_counter()` when the training was
-    requested."""
+    the loop), `flops`, `joules` (`unmetered` if a process had no reading), and besides sums
+    `peak_memory` (bytes) and `step_flops` (the last count). main: only the main process counts
+    FLOPs. begun: `time.perf_counter()` when the training was requested."""
 
     def __init__(
         self,
@@ -55,21 +56,22 @@ class Meter:
         self.peak = find_peak(*self._asked) if main else Peak(0.0, "")
         self.energy = EnergyMeter(device)
         self.clock = clock or Clock.of(device)
-        self._flops, self._since_count, self._joules = 0.0, COUNT_EVERY, 0.0
+        # of the last count; without one (states of earlier versions) 0 until the next
+        self._flops, self._joules = spent.get("step_flops", 0.0), 0.0
         if begun is not None:
             spent["setup"] = spent.get("setup", 0.0) + time.perf_counter() - begun
         self.clock.restart()
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        if not self.main or self._since_count < COUNT_EVERY:
-            self._since_count += 1
+    def counting(self, step: int) -> Iterator[None]:
+        """The context in which step number `step` (from 0, over all sessions) is taken."""
+        if not self.main or step % COUNT_EVERY:
             yield
             return
         # Compiled code hides its operations, so the counted step runs uncompiled.
         with torch.compiler.set_stance("force_eager"), FlopCount() as count:
             yield
-        self._flops, self._since_count = float(count.flops), 1
+        self._flops = self.spent["step_flops"] = float(count.flops)
 
     def step(self) -> dict[str, float]:
         """The finished step's line in the log: seconds by part, mfu, peak_memory, joules."""

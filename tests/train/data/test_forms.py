@@ -154,6 +154,13 @@ def test_a_text_file_has_a_prompt_per_line(tmp_path, streaming):
     assert found[-1].reason == "the line is not UTF-8"
 
 
+@pytest.mark.parametrize("value", [5, [5, 6], [[5]]])
+def test_messages_that_are_none_are_rows_with_a_reason(tmp_path, value):
+    found = source(tmp_path, {"messages": value}, kind="messages")
+    (row,) = found
+    assert "message" in row.reason and found.describe().startswith("OpenAI messages")
+
+
 def test_unknown_columns_name_what_is_understood(tmp_path):
     with pytest.raises(
         UserError, match=r"none of the columns messages, .*instruction, .*text\. Set"

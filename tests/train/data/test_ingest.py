@@ -4,14 +4,17 @@ an undisturbed one does."""
 from __future__ import annotations
 
 import json
+import os
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from inference.measure.prompts import Prompt
 from train.data import ingest
-from train.data.config import DataConfig
+from train.data.config import DataConfig, ReserveConfig
 from train.data.dedup import duplicates
 from train.data.dedup.shingles import PRIME, band_keys, normalise, shingles, signature
 from train.data.held_out import HeldOutIndex, load_held_out, texts_of
@@ -200,6 +203,59 @@ def test_an_interrupted_reading_continues_to_the_same_end(tmp_path, monkeypatch,
     assert (again, found) == (whole, expected)
     monkeypatch.setattr(ingest.Reader, "read", None)
     assert read(data, tmp_path / "in", index)[0] == whole, "what was read is not read again"
+
+
+@pytest.mark.parametrize(
+    "short", ["signatures.bin", "held_out.bin", "conversations.bin", "keys/id-*", "keys/text-*"]
+)
+def test_a_reading_whose_files_are_shorter_than_its_state_says_begins_again(
+    tmp_path, monkeypatch, caplog, short
+):
+    """As after a power failure, of which state.json alone came to the disk."""
+    monkeypatch.setattr(ingest, "BLOCK", 8)
+    rows = [{"prompt": text(number % 30, 30)} for number in range(45)]
+    held = jsonl(tmp_path / "held.jsonl", [{"id": "q", "prompt": text(7, 30)}])
+    reserve = ReserveConfig(validation=2, bench=2)
+    data = DataConfig(
+        jsonl(tmp_path / "p.jsonl", rows), deduplicate="near", held_out=(held,), reserve=reserve
+    )
+    index = load_held_out(data)
+    whole, _, expected = read(data, tmp_path / "whole", index)
+
+    def progress(count):
+        if count >= 16:
+            raise StopError
+
+    with pytest.raises(StopError):
+        ingest.ingest(data, tmp_path / "in", index, str, progress=progress)
+    file = next((tmp_path / "in").glob(short))
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 8)
+    again, _, found = read(data, tmp_path / "in", index)
+    assert (again, found) == (whole, expected)
+    assert "read again from the first" in caplog.text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
+def test_what_a_reading_appends_is_on_the_disk_before_its_state(tmp_path, monkeypatch):
+    written: list[Path] = []
+    plain, state = os.fsync, ingest.write_json
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (written.append(Path(f"/proc/self/fd/{fd}").readlink()), plain(fd))[1],
+    )
+
+    def stated(path, content):
+        if path.name == "state.json":
+            assert {*path.parent.rglob("*.bin"), *path.parent.rglob("*.keys")} <= {*written}
+        state(path, content)
+
+    monkeypatch.setattr(ingest, "write_json", stated)
+    rows = [{"prompt": text(number)} for number in range(5)]
+    data = DataConfig(jsonl(tmp_path / "p.jsonl", rows), deduplicate="near")
+    read(data, tmp_path / "in")
+    assert any(path.suffix == ".keys" for path in written)
 
 
 def test_processes_share_the_rows_and_skip_what_is_done(tmp_path, monkeypatch):

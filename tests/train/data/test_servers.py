@@ -441,7 +441,9 @@ def test_answers_are_what_our_decoder_would_hand_out():
         ({"backend": "server"}, "names none"),
         ({"backend": "vlm"}, "Did you mean 'vllm'"),
         ({"server": "host:8000"}, "must begin with http"),
-        ({"server": "http://a", "shape": "chain"}, "only known to our own decoder"),
+        ({"server": "http://a", "shape": "chain"}, "shape is only known to our own decoder"),
+        ({"server": "http://a", "structure": "json"}, "structure is only known to our own"),
+        ({"backend": "vllm", "structure": "json"}, "structure is only known to our own"),
         ({"server": "http://a", "concurrency": 0}, r"concurrency must lie in \[1, 65536\]"),
     ],
 )

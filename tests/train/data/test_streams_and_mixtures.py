@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from itertools import islice, pairwise
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -17,6 +18,7 @@ from train.data.config import DataConfig, SourceConfig
 from train.data.permute import unit_interval
 from train.data.sources import Mixture, Row, Source
 from train.data.streams import DatasetStream
+from train.data.tables import MOST_OPEN, open_table
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +59,13 @@ def test_a_stream_gives_the_rows_of_the_table(tmp_path, form):
 def test_a_dataset_of_the_hub_continues_from_any_place():
     """What `datasets` streams is resumed by its own state, the number of the next row by ours."""
     rows = datasets.Dataset.from_list(prompts("hub", 20))
-    whole = list(DatasetStream(rows.to_iterable_dataset(num_shards=3)))
+    whole = list(DatasetStream(rows.to_iterable_dataset(num_shards=3), "rows"))
     assert [number for number, _ in whole] == list(range(20))
     for count in (0, 1, 7, 19):
-        stream = DatasetStream(rows.to_iterable_dataset(num_shards=3))
+        stream = DatasetStream(rows.to_iterable_dataset(num_shards=3), "rows")
         begun = list(islice(stream, count))
         place = json.loads(json.dumps(stream.at))
-        resumed = DatasetStream(rows.to_iterable_dataset(num_shards=3))
+        resumed = DatasetStream(rows.to_iterable_dataset(num_shards=3), "rows")
         resumed.at = place
         assert begun + list(resumed) == whole
 
@@ -113,6 +115,42 @@ def test_a_broken_parquet_file_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"a\.parquet' cannot be read"):
         list(Source(SourceConfig(path, streaming=True)))
+
+
+@pytest.mark.parametrize("content", ['[{"prompt": "x"}, {"prompt":', "no JSON"])
+def test_a_broken_json_file_is_named(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    for streaming in (True, False):
+        with pytest.raises(UserError, match=r"a\.json' cannot be read"):
+            list(Source(SourceConfig(str(tmp_path / "a.json"), streaming=streaming)))
+
+
+def test_a_folder_with_some_state_json_is_no_saved_dataset(tmp_path):
+    jsonl(tmp_path / "a.jsonl", prompts("a", 3))
+    for content in ("{}", "no JSON", '{"_data_files": []}'):
+        (tmp_path / "state.json").write_text(content)
+        for streaming in (True, False):
+            with pytest.raises(UserError, match=r"cannot be opened as one: .*as a glob"):
+                Source(SourceConfig(str(tmp_path), streaming=streaming))
+    assert len(list(Source(SourceConfig(str(tmp_path / "*.jsonl"))))) == 3
+
+
+def test_a_table_of_many_files_holds_few_of_them_open(tmp_path):
+    for number in range(50):
+        jsonl(tmp_path / f"{number:02d}.jsonl", prompts(f"f{number}", 2))
+    before = len(list(Path("/dev/fd").iterdir()))
+    table = open_table(SourceConfig(str(tmp_path)))
+    assert [table[index]["prompt"].split()[0] for index in (0, 99, 1, 50, 98)] == [
+        "f0",
+        "f49",
+        "f0",
+        "f25",
+        "f49",
+    ]
+    assert len([table[index] for index in range(100)]) == 100
+    assert len(list(Path("/dev/fd").iterdir())) - before <= MOST_OPEN
+    del table
+    assert len(list(Path("/dev/fd").iterdir())) == before
 
 
 def test_broken_lines_of_a_stream_are_rows_with_a_reason(tmp_path):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import http.client
 import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ from train.data.pack import PackedData
 from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
 from train.features.make import make_features
+from train.features.remote import wire
 from train.features.remote.client import content_of
 from train.features.remote.server import FeatureServer
 from train.features.remote.shared import SharedPasses, things
@@ -68,9 +71,11 @@ def serving(
     token: str = "",
     pair: tuple[str, ...] = (),
     shared: SharedPasses | None = None,
+    loading: str = "",
 ) -> Iterator[FeatureServer]:
     """A server on a free port, in a thread."""
-    server = FeatureServer(target, dtype, "127.0.0.1", 0, token, *pair, shared=shared)
+    place = ("127.0.0.1", 0, token, *pair)
+    server = FeatureServer(target, dtype, *place, shared=shared, loading=loading)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -266,6 +271,31 @@ def test_a_server_that_hangs_or_vanishes_is_worked_around_and_named_when_none_is
             remote(target, micro, hanging, timeout_seconds=0.3)
 
 
+@pytest.mark.parametrize("head", ["Content-Length: 1000", "Connection: close"])
+def test_an_answer_that_comes_byte_by_byte_ends_with_its_time(head: str) -> None:
+    def trickle() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(f"HTTP/1.1 200 OK\r\n{head}\r\n\r\n".encode())
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        host, port = listening.getsockname()
+        config = FeaturesConfig(
+            mode="remote", servers=(f"http://{host}:{port}",), timeout_seconds=0.5
+        )
+        asked, begun = servers.Servers(config, "feature server", {}), time.monotonic()
+        with pytest.raises(FailureError, match=r"no answer within 0\.5 s"):
+            asked.request(asked.all[0], "GET", "/identity", most=1000)
+        assert time.monotonic() - begun < 5.0
+        thread.join()
+
+
 def test_pauses_stay_finite_however_often_it_is_asked(
     target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,11 +330,27 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
         features.close()
 
 
+def test_the_key_of_a_target_loaded_with_the_defaults_is_that_of_earlier_versions(
+    target: TargetModel,
+) -> None:
+    info, precision = target.info, "float32 of float32"
+    facts = [info.revision, info.tokenizer_hash, info.hidden_size, info.num_layers, precision]
+    earlier = hashlib.sha256(json.dumps([1, *facts]).encode()).hexdigest()[:32]
+    assert wire.key_of(info, precision, "") == earlier
+    assert wire.key_of(info, precision, "quantization=fp8") != earlier
+
+
 def test_a_server_of_another_target_or_precision_is_refused(
     target: TargetModel, micro: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = r"its precision is bfloat16 of float32, but float32 of float32 is needed"
     with serving(target, torch.bfloat16) as server, pytest.raises(UserError, match=wrong):
+        remote(target, micro, server.address)
+    wrong = r"its way of loading is quantization=bnb-4bit, but the usual one is needed"
+    with (
+        serving(target, loading="quantization=bnb-4bit") as server,
+        pytest.raises(UserError, match=wrong),
+    ):
         remote(target, micro, server.address)
     with serving(target) as server:
         features, loader = remote(target, micro, server.address, ahead=0)

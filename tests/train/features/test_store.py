@@ -82,16 +82,20 @@ def copy(source: Path, target: Path) -> Path:
 
 
 def opened(
-    micro: Path, folder: Path, needs: FeatureSpec, dtype: torch.dtype, **features: Any
+    micro: Path,
+    folder: Path,
+    needs: FeatureSpec,
+    dtype: torch.dtype,
+    loading: str = "",
+    **features: Any,
 ) -> tuple[Any, Any, StepLoader]:
     """Features from the store, features computed here, and a loader of the same rows."""
     target = TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
     data = PackedData.from_manifest(micro / "answers", target.info, LENGTH)
     loader = StepLoader(data, 4, 2, 1, 0, seed=0)
     config = FeaturesConfig(mode="store", path=str(folder), **{"format": "fp32", **features})
-    stored = make_features(
-        config, target, needs, dtype, answers=micro / "answers", loader=loader, steps=8
-    )
+    given = {"answers": micro / "answers", "loader": loader, "loading": loading}
+    stored = make_features(config, target, needs, dtype, steps=8, **given)
     return stored, OnlineFeatures(target, needs, dtype), loader
 
 
@@ -468,6 +472,11 @@ def test_what_does_not_fit_is_refused_in_words(micro: Path, exact: Path, tmp_pat
         match=r"another engine\.precision or target\.dtype: float32 of float32, not bfloat16 of float32",
     ):
         opened(micro, exact, FeatureSpec((1,)), torch.bfloat16)
+    long = job(micro, exact, EAGLE3, MEDUSA)
+    long = replace(long, target=replace(long.target, long_context=True))
+    loaded = r"another target\.quantization or target\.long_context: the defaults, not long_context"
+    with pytest.raises(UserError, match=rf"cannot be continued: .*{loaded}"):
+        write(long)
     with pytest.raises(UserError, match=r"another features\.format: fp32, not int8"):
         opened(micro, exact, FeatureSpec((1,)), torch.float32, format="int8")
     with pytest.raises(
@@ -533,6 +542,25 @@ def test_fetching_ahead_asks_for_each_batch_once(micro: Path, exact: Path) -> No
             stored.batch(packed, step)
     assert len(asked) == 16  # 8 steps of two batches, none beyond the last step
     stored.close()
+
+
+def test_a_store_is_read_with_the_settings_its_target_was_loaded_with(
+    micro: Path, tmp_path: Path
+) -> None:
+    made = job(micro, tmp_path / "store", MEDUSA)
+    write(replace(made, target=replace(made.target, long_context=True)))
+    stored = json.loads((tmp_path / "store" / "store.json").read_text())
+    assert stored["identity"]["loading"] == "long_context=true"
+    needs = FeatureSpec((), last_hidden=True)
+    opened(micro, tmp_path / "store", needs, torch.float32, loading="long_context=true")
+    with pytest.raises(UserError, match=r"another target\.quantization or target\.long_context"):
+        opened(micro, tmp_path / "store", needs, torch.float32)
+
+
+def test_a_store_of_the_default_settings_is_described_as_in_earlier_versions(exact: Path) -> None:
+    for name in ("store.json", "manifest.json"):
+        assert "loading" not in json.loads((exact / name).read_text())["identity"]
+    assert read_plan(exact).identity.loading == ""
 
 
 def test_a_store_of_the_largest_logits_serves_heads_that_read_taps_alone() -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from heads.api.checkpoint import new_drafter, save_drafter
 from heads.api.errors import UserError
+from heads.ngram import Config
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
@@ -31,7 +33,9 @@ from train.data.pack import PackedData, read_documents
 from train.generate.config import GenerateConfig
 from train.generate.loop import sample_answers
 from train.generate.run import generate
+from train.generate.sampling import SamplingConfig, sampling_of
 from train.generate.turns import Refused
+from train.target.settings import loading_of, unusual_loading
 
 ROOT = Path(__file__).parents[3]
 DECODE = {"temperature": 1.0, "max_new_tokens": 12, "batch_size": 4, "seed": 5, "shape": "none"}
@@ -132,9 +136,6 @@ def test_generated_answers_can_be_packed_and_looked_at(reference, loaded):
 def test_batch_size_and_speculation_do_not_change_answers(
     reference, loaded, target, prompts, tmp_path
 ):
-    from heads.api.checkpoint import new_drafter, save_drafter
-    from heads.ngram import Config
-
     save_drafter(
         new_drafter("ngram", Config(), loaded.info, loaded.weights, 0),
         tmp_path / "drafter",
@@ -225,6 +226,71 @@ def test_an_unfinished_or_finished_folder_is_only_continued_with_its_own_setting
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match="changed or damaged"):
         generate(GenerateConfig(), fewer, decode, target, out)
+
+
+def test_a_folder_is_not_continued_with_other_settings_that_change_the_text(
+    loaded, target, prompts, tmp_path
+):
+    drafter = tmp_path / "drafter"
+    save_drafter(
+        new_drafter("ngram", Config(), loaded.info, loaded.weights, 0), drafter, loaded.info
+    )
+    config = GenerateConfig(drafter=str(drafter))
+    decode = DecodeConfig(**{**DECODE, "shape": "chain", "rule": "match"})
+    few, out = replace(prompts, limit=2), tmp_path / "out"
+    generate(config, few, decode, target, out)
+    before = contents(out)
+    (tmp_path / "form.regex").write_text("[a-z]*")
+    form = str(tmp_path / "form.regex")
+    for changed, long, said in (
+        ({"structure": "json"}, False, r'sampling\.structure was null and is now "json"'),
+        ({"structure": form}, False, r"sampling\.structure was null and is now .regex "),
+        ({"rule": "block"}, False, r'sampling\.acceptance was null and is now "block"'),
+        ({"rule": "typical"}, False, r"sampling\.typical_delta was null and is now 0\.3"),
+        ({}, True, r"target\.long_context was null and is now true"),
+    ):
+        other = replace(target, long_context=long)
+        with pytest.raises(UserError, match=said):
+            generate(config, few, replace(decode, **changed), other, out)
+        assert contents(out) == before
+    for changed in ({"rule": "auto", "shape": "none"}, {"share_noise": False, "depth": 2}):
+        generate(config, few, replace(decode, **changed), target, out)  # the same text
+    assert contents(out) == before
+
+
+def test_the_settings_of_the_text_tell_forms_rules_and_engines_apart(tmp_path):
+    plain = sampling_of(DecodeConfig(**DECODE), drafts=False)
+    assert not {"structure", "acceptance", "vllm_arguments"} & set(plain), "as in earlier versions"
+    form, copy = tmp_path / "form.regex", tmp_path / "copy.regex"
+    form.write_text("[a-z]*")
+    copy.write_text("[a-z]*")
+    first = sampling_of(DecodeConfig(**DECODE, structure=str(form)), drafts=False)
+    assert first == sampling_of(DecodeConfig(**DECODE, structure=str(copy)), drafts=False)
+    form.write_text("[0-9]*")
+    assert first != sampling_of(DecodeConfig(**DECODE, structure=str(form)), drafts=False)
+
+    typical = DecodeConfig(**{**DECODE, "shape": "chain", "rule": "typical"})
+    looser = replace(typical, typical_epsilon=0.5)
+    assert sampling_of(typical, drafts=True) != sampling_of(looser, drafts=True)
+    assert sampling_of(typical, drafts=False) == sampling_of(looser, drafts=False) == plain
+    greedy = replace(typical, temperature=0.0)
+    assert sampling_of(greedy, True) == sampling_of(replace(greedy, rule="match"), True)
+
+    engine = {"backend": "vllm", "shape": "none"}
+    found = [
+        SamplingConfig(**engine),
+        SamplingConfig(**engine, vllm_arguments={"quantization": "fp8"}),
+    ]
+    assert sampling_of(found[0], False) != sampling_of(found[1], False)
+
+
+def test_quantised_answers_have_another_identity(target):
+    assert unusual_loading(target) == unusual_loading(replace(target, quantization="none")) == {}
+    quantised = replace(target, quantization="bnb-4bit")
+    assert unusual_loading(quantised) == {"quantization": "bnb-4bit"}
+    assert loading_of(replace(quantised, long_context=True)) == (
+        "quantization=bnb-4bit, long_context=true"
+    )
 
 
 def test_a_refused_generate_leaves_the_prompts_that_were_held_out(target, prompts, tmp_path):

@@ -20,6 +20,7 @@ from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
+from inference.folders import is_aside
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.tokenizers import save_micro_target
@@ -27,7 +28,7 @@ from tests.train.features.vllm_stub import Stub, serving
 from train.data.answers import AnswersManifest, read_answers
 from train.data.config import DataConfig
 from train.data.loader import StepLoader
-from train.data.pack import PackedData
+from train.data.pack import PackedData, read_documents
 from train.data.states import STATES, path_of
 from train.features.base import OnlineFeatures
 from train.features.config import FeaturesConfig
@@ -142,6 +143,7 @@ def test_kept_states_are_those_of_a_second_pass(
     with serving(target, tmp_path / "left", longest=200) as stub:
         manifest = answered(stub, prompts, config, out)
         assert not any(stub.folder.glob("*.safetensors"))
+    assert manifest["served"] and not [path for path in out.iterdir() if is_aside(path.name)]
     facts, files = manifest["states"], list((out / STATES).iterdir())
     documents = PackedData.from_manifest(out, target.info, 96).report.documents
     assert facts["layers"] == [*LAYERS] and facts["missing"] == 0
@@ -152,6 +154,20 @@ def test_kept_states_are_those_of_a_second_pass(
     plain = DecodeConfig(max_new_tokens=LIMIT, temperature=0.0, shape="none")
     own = generate(GenerateConfig(), prompts, plain, config, tmp_path / "own")
     assert own["counts"] == manifest["counts"] and "states" not in own
+
+
+def test_documents_that_a_training_reads_from_a_later_token_on_are_refused_at_the_start(
+    config: TargetConfig, target: TargetModel, prompts: DataConfig, tmp_path: Path
+) -> None:
+    out = tmp_path / "generate"
+    with serving(target, tmp_path / "left", longest=200) as stub:
+        answered(stub, prompts, config, out)
+    late = [min(a for a, _ in spans) for _, spans in read_documents(out, target.info)]
+    with pytest.raises(UserError) as refused:
+        reading(out, target, min(late))
+    assert f"{sum(one >= min(late) for one in late)} documents of" in str(refused.value)
+    assert f"train.sequence_length={max(late) + 2} or more" in str(refused.value)
+    require_equal(*reading(out, target, max(late) + 2), target)
 
 
 def test_a_store_is_written_from_them(

@@ -117,6 +117,9 @@ def test_the_peak_is_given_looked_up_or_measured(monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert devices.find_peak(cuda, torch.bfloat16).flops == peak
+    for name in ("NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GH200 480GB"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert devices.find_peak(cuda, torch.bfloat16).flops == 0
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Thing")
     assert devices.find_peak(cuda, torch.bfloat16) == devices.Peak(
         0.0, "Thing is not in the table; give train.peak_tflops"

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ def test_a_step_is_added_to_what_earlier_sessions_spent() -> None:
     clock = Clock(Told(0, 10, 11, 14, 15))
     # at 10: nobody's until here
     meter = Meter(CPU, torch.float32, spent, peak_tflops=2e-6, clock=clock, begun=begun)
-    with meter.counting(), clock.part("drafter"):  # from 11 to 14
+    with meter.counting(0), clock.part("drafter"):  # from 11 to 14
         torch.ones(8, 16) @ torch.ones(16, 4)
     figures = meter.step()  # at 15
     flops = 2 * 8 * 16 * 4
@@ -38,6 +40,28 @@ def test_a_step_is_added_to_what_earlier_sessions_spent() -> None:
     assert utilisation(spent, 2e6) == pytest.approx((1e6 + flops) / (8.0 * 2e6))
     assert 1.0 <= spent["setup"] <= 1.0 + time.perf_counter() - begun
     assert spent["peak_memory"] == figures["peak_memory"] > 2**20
+
+
+def test_the_steps_that_run_uncompiled_do_not_depend_on_where_sessions_begin() -> None:
+    """A step is counted by its number; a session uses the last session's count until then."""
+    spent: dict[str, float] = {}
+    taken: list[int] = []
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return lambda *given: (compiled.append(taken[-1]), graph(*given))[1]
+
+    step = torch.compile(torch.sin, backend=backend)
+    for session in ((0, 1), (2, 99, 100, 101)):
+        meter = Meter(CPU, torch.float32, spent)
+        for number in session:
+            taken.append(number)
+            with meter.counting(number):
+                step(torch.ones(2))
+                torch.ones(8, 16) @ torch.ones(16, 4)
+            meter.step()
+    assert compiled == [1, 2, 99, 101]
+    assert spent["flops"] == 6 * spent["step_flops"] == 6 * 2 * 8 * 16 * 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")

@@ -24,21 +24,28 @@ LARGEST_IDENTITY = 1 << 20
 MOST_AROUND, VALUE_BYTES = 1 << 20, 16
 """Bytes that an answer may have besides its values (names, scales), and for each of them: more than
 any format needs."""
+USUAL = "the usual one"
+"""The name in errors of a target that is loaded with the defaults."""
 ADVICE = "Is it a feature server?"
 
 
 class RemoteClient:
     """Features from the servers of `config`, each of which is first asked for its identity; safe to
     use from several threads. Raises `UserError` if none answers, or if one runs another target,
-    tokenizer or precision."""
+    tokenizer or precision, or loads the target in another way (`loading`)."""
 
     def __init__(
-        self, config: FeaturesConfig, info: TargetInfo, precision: str, needs: FeatureSpec
+        self,
+        config: FeaturesConfig,
+        info: TargetInfo,
+        precision: str,
+        loading: str,
+        needs: FeatureSpec,
     ) -> None:
-        self.info, self.precision = info, precision
+        self.info, self.precision, self.loading = info, precision, loading
         form = config.form(info)
         ask = wire.Ask.of(needs, form).to_json()
-        headers = {wire.KEY_HEADER: wire.key_of(info, precision), wire.ASK_HEADER: ask}
+        headers = {wire.KEY_HEADER: wire.key_of(info, precision, loading), wire.ASK_HEADER: ask}
         self.servers = Servers(config, "feature server", headers)
         widest = max(info.hidden_size, form.top_logits)
         self.position_bytes = (len(needs.taps) + 1) * widest * VALUE_BYTES
@@ -62,13 +69,14 @@ class RemoteClient:
             ("target revision", self.info.revision, theirs.get("revision")),
             ("tokenizer", self.info.tokenizer_hash, theirs.get("tokenizer_hash")),
             ("precision", self.precision, answer.get("precision")),
+            ("way of loading", self.loading or USUAL, answer.get("loading") or USUAL),
         ]
         for name, mine, other in pairs:
             if mine != other:
                 raise UserError(
                     f"the feature server {server} does not fit this training: its {name} "
-                    f"is {other}, but {mine} is needed. Start it with the training's target and "
-                    "engine.precision."
+                    f"is {other}, but {mine} is needed. Start it with the training's settings of "
+                    "the target and engine.precision."
                 )
 
     def fetch(self, packed: PackedBatch) -> Content:

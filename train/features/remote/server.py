@@ -65,6 +65,7 @@ class FeatureServer:
         certfile: str = "",
         keyfile: str = "",
         shared: SharedPasses | None = None,
+        loading: str = "",
     ) -> None:
         if not is_loopback(host) and not token:
             raise UserError(
@@ -73,8 +74,8 @@ class FeatureServer:
                 "by features.token_variable, here and where the trainings run."
             )
         self.target, self.dtype = target, dtype
-        self.precision = precision_of(dtype, target.dtype)
-        self.key = wire.key_of(target.info, self.precision)
+        self.precision, self.loading = precision_of(dtype, target.dtype), loading
+        self.key = wire.key_of(target.info, self.precision, loading)
         self.shared = SharedPasses(FeatureSpec(), 0) if shared is None else shared
         self.site = Site(
             self._answer,
@@ -128,8 +129,9 @@ class FeatureServer:
         """ASGI: GET /identity and POST /features; raises `ApiError`."""
         way = scope["method"], scope["path"]
         if way == ("GET", "/identity"):
-            facts = {"target": self.target.info.to_dict(), "precision": self.precision}
-            content = json.dumps({"format": wire.FORMAT, **facts, "key": self.key}).encode()
+            target, loaded = self.target.info.to_dict(), {"loading": self.loading}
+            facts = {"target": target, "precision": self.precision, **loaded, "key": self.key}
+            content = json.dumps({"format": wire.FORMAT, **facts}).encode()
             await send_whole(send, content, b"application/json")
         elif way == ("POST", "/features"):
             headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
@@ -203,15 +205,18 @@ def serve(
     dtype: torch.dtype,
     needs: FeatureSpec,
     say: Callable[[str], None],
+    loading: str = "",
 ) -> None:
     """Serve features until a signal, with one pass for all trainings, which read `needs` together.
+    loading: how the target is loaded (`train.target.settings.loading_of`).
     After the signal the process ends here, with status 0: threads may be inside torch, and an
     interpreter that exited around them was seen to abort. There is nothing left to write."""
     pair = config.ssl_certfile, config.ssl_keyfile
     # a single training asks for nothing twice
     room = int(config.shared_gib * GIB) if config.heads else 0
     shared = SharedPasses(needs, room)
-    server = FeatureServer(target, dtype, config.host, config.port, config.token(), *pair, shared)
+    place = config.host, config.port, config.token()
+    server = FeatureServer(target, dtype, *place, *pair, shared, loading)
     say(f"features of {target.info.id} in {server.precision} at {server.address}; Ctrl-C ends it")
     with ended_by_signals(server.end):
         server.run()

@@ -1,14 +1,16 @@
 """The protocol between trainers and feature servers over HTTP.
 
-    GET  /identity   -> JSON: `format`, `target` (facts), `precision`, `key`
+    GET  /identity   -> JSON: `format`, `target` (facts), `precision`, `loading`, `key`
     POST /features   <- safetensors: tokens, positions, segments [b, T] int32; headers with `key`
                      and, as JSON, the requested features
                      -> safetensors: `<thing>.<part>` over the rows' tokens without padding, as in a
                      store's shard -> or JSON `error`, in OpenAI's shape as everywhere, with a
                      status of 400 and above
 
-`key` stands for the target, its tokenizer and the precision it runs in; a server that was restarted
-with another target refuses. Nothing is pickled, and every answer begins with its length.
+`key` stands for the target, its tokenizer, the precision it runs in, and how it is loaded
+(`train.target.settings.loading_of`; left out at the defaults, as in earlier versions); a server
+that was restarted with another target refuses. Nothing is pickled, and every answer begins with its
+length.
 """
 
 from __future__ import annotations
@@ -86,11 +88,10 @@ class Ask:
 ASK = TypeAdapter(Ask)
 
 
-def key_of(info: TargetInfo, precision: str) -> str:
+def key_of(info: TargetInfo, precision: str, loading: str) -> str:
     """The key that both sides must agree on."""
-    text = json.dumps(
-        [FORMAT, info.revision, info.tokenizer_hash, info.hidden_size, info.num_layers, precision]
-    )
+    facts = [info.revision, info.tokenizer_hash, info.hidden_size, info.num_layers, precision]
+    text = json.dumps([FORMAT, *facts, *([loading] if loading else [])])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

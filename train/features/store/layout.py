@@ -41,6 +41,7 @@ COMPARED = {
     "format": "another features.format",
     "top_logits": "another features.top_logits",
     "source": "another features.source",
+    "loading": "another target.quantization or target.long_context",
 }
 """The fields that must agree before a store is read or continued, and their names in errors."""
 
@@ -50,7 +51,7 @@ class Identity:
     """The identity of a store's features. answers: SHA-256 of their manifest; precision: see
     `precision_of`; taps, last_hidden: what is stored; top_logits: number of logits that replace the
     last hidden state; domains: those of the packed answers, empty: all; source: what computed the
-    features."""
+    features; loading: see `train.target.settings.loading_of`."""
 
     answers: str
     sequence_length: int
@@ -63,6 +64,7 @@ class Identity:
     last_hidden: bool
     domains: tuple[str, ...] = ()
     source: str = "target"
+    loading: str = ""
 
     def things(self) -> list[str]:
         """What is stored per token: `tap.L` in ascending order, then `last_hidden` or `top`."""
@@ -107,8 +109,16 @@ class StorePlan:
     def shards(self) -> int:
         return -(-self.rows // self.rows_per_shard)
 
+    def content(self) -> dict[str, Any]:
+        """The plan as JSON. `identity.loading` is left out at its default, as in stores of earlier
+        versions."""
+        content = asdict(self)
+        if not self.identity.loading:
+            del content["identity"]["loading"]
+        return content
+
     def write(self, folder: Path) -> None:
-        write_json(folder / STORE_FILE, {"format": FORMAT, "stage": "features", **asdict(self)})
+        write_json(folder / STORE_FILE, {"format": FORMAT, "stage": "features", **self.content()})
 
 
 def read_plan(folder: Path) -> StorePlan:
@@ -205,6 +215,6 @@ def things_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def brief(value: Any) -> str:
-    """A value as an error shows it."""
-    text = str(value)
+    """A value as an error shows it; of `loading`, the defaults are empty."""
+    text = str(value) or "the defaults"
     return text if len(text) <= 24 else text[:20] + "..."

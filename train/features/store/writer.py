@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from train.features.store.claims import Claims, disk_error
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
 from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
 from train.processes import terminable
+from train.target.settings import loading_of
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ def finish_store(
                         "tokens": tokens,
                     }
                 )
-            known = asdict(plan)
+            known = plan.content()
             del known["rows_per_shard"], known["seed"]
             size = sum(entry["bytes"] for entry in shards)
             size += sum(path.stat().st_size for path in paths)
@@ -319,8 +320,9 @@ def write_features(
     length = job.sequence_length
     data = PackedData.from_manifest(job.answers, target.info, length, domains=job.domains)
     precision = layout.precision_of(job.dtype, target.dtype)
+    loading = loading_of(job.target)
     identity = job.features.identity(
-        needs, target.info, job.answers, length, precision, data.domains
+        needs, target.info, job.answers, length, precision, data.domains, loading
     )
     per_token = bytes_per_token(needs, target.info, job.features.format, identity.top_logits)
     shard_bytes = int(job.features.shard_mib * MIB)
@@ -360,7 +362,7 @@ def running(
         yield target, job.batch_rows
         return
     at_once = job.features.concurrency * len(job.features.servers)
-    given = (job.features, job.answers, target, needs, job.sequence_length)
+    given = (job.features, job.answers, target, needs, job.sequence_length, job.domains)
     with closing(document_target(*given)) as engine:
         # documents of a pass are requested together; rounding does not depend on its rows
         yield engine, max(job.batch_rows, at_once)

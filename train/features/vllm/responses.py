@@ -16,6 +16,7 @@ from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
 from train.data.answers import read_answers
 from train.data.pack import weighted_documents
+from train.data.packed_file import signed_window
 from train.data.states import ResponseStatesFile, digest, path_of
 from train.features.last_state import agrees, gap
 
@@ -26,11 +27,17 @@ HOW = (
 
 
 class ResponseStates:
-    """The states of the documents in the folder `responses`, of which the first `longest` tokens
-    are used. Raises `UserError` if none were kept, or not those that are needed."""
+    """The states of the documents in the folder `responses` (of `domains`; empty: all), of which
+    the first `longest` tokens are used. Raises `UserError` if none were kept, or not those that are
+    needed, or if a training reads a document from a later token on."""
 
     def __init__(
-        self, responses: Path, target: TargetModel, needs: FeatureSpec, longest: int
+        self,
+        responses: Path,
+        target: TargetModel,
+        needs: FeatureSpec,
+        longest: int,
+        domains: Sequence[str] = (),
     ) -> None:
         self.responses, self.target = responses, target
         manifest = read_answers(responses)
@@ -49,8 +56,22 @@ class ResponseStates:
                 f"are needed: the taps that the heads read, and the target's last layer. {HOW}"
             )
         shards = [responses / entry["file"] for entry in manifest["shards"]]
-        documents = weighted_documents(shards, target.info)
-        self._names = {digest(tokens[:longest]): digest(tokens) for tokens, _, _ in documents}
+        self._names: dict[str, str] = {}
+        late: list[int] = []
+        for tokens, spans, _ in weighted_documents(shards, target.info, domains=domains):
+            self._names[digest(tokens[:longest])] = digest(tokens)
+            window = signed_window(tokens, spans, longest)
+            if window is not None and window[1] > 0:
+                late.append(min(start for start, end in spans if start < end))
+        if late:
+            raise UserError(
+                f"{len(late)} documents of '{responses}' have no response within their first "
+                f"{longest} tokens (train.sequence_length), so that a training reads each from a "
+                "later token on, without the text before it, which the kept states depend on. Set "
+                f"train.sequence_length={max(late) + 2} or more, leave such prompts out when "
+                "generating (data.max_prompt_tokens), or use another features.mode or "
+                "features.source."
+            )
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """The states [N, L, H] of a document on the CPU. The server never read a document's last
