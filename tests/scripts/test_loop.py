@@ -238,7 +238,7 @@ def test_a_launcher_that_fails_or_is_missing_is_one_clear_error() -> None:
         launch_step("false", step())
     with pytest.raises(UserError, match="'no-such-launcher' is not a command here"):
         launch_step("no-such-launcher", step())
-    with pytest.raises(UserError, match="loop.launch cannot be split into words .*: 'torchrun"):
+    with pytest.raises(UserError, match=r"loop\.launch cannot be split into words .*: 'torchrun"):
         launch_step("'torchrun", step())
 
 

@@ -273,7 +273,9 @@ def test_shorter_chains_have_no_lengths_of_the_longest(
 
 def test_a_drafter_that_remembers_has_not_answered_the_prompts_before(target: TargetModel) -> None:
     """Engines of several draft lengths share it, and each decodes the same prompts."""
-    drafter = new_drafter("suffix", SuffixConfig(history_tokens=4096), target.info, target.weights, 0)
+    drafter = new_drafter(
+        "suffix", SuffixConfig(history_tokens=4096), target.info, target.weights, 0
+    )
     blocks = [to_requests(prompts(), target.tokenizer, DECODE)]
 
     def accepted(depths: Sequence[int]) -> int:
