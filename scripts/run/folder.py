@@ -214,8 +214,12 @@ def complete_record(
     previous = read_record(path)
     if previous is None:
         return None
-    changed = changes(path, previous, settings, hashes) if holds_results(path) else []
-    if changed and not stage_decides and not settings.run.accept_changes:
+    accepted = settings.run.accept_changes
+    if not holds_results(path) or (accepted and not previous.complete):
+        changed = []
+    else:
+        changed = changes(path, previous, settings, hashes)
+    if changed and not stage_decides and not accepted:
         raise UserError(
             f"'{path}' was made with other settings: {in_words(changed)}. Choose "
             "another run.name (or run.drafter), start again with run.overwrite=true, or "
