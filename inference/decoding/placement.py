@@ -40,8 +40,8 @@ from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.sampling.noise import Stream
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
 from inference.target.hardware import wait_for
-from inference.target.loading import head_function
 from inference.target.model import TargetModel
+from inference.target.shared import head_function
 
 Copies = dict[str, tuple[Tensor, int, Tensor]]
 """Name -> a tensor, the version of it that was copied, the copy."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from heads.api.adapter import Updates, beyond_plain
 from heads.api.errors import UserError
-from inference.target.loading import text_name
 from inference.target.parallel import is_divided
+from inference.target.shared import text_name
 
 Weights = nn.Module | Mapping[str, Tensor] | Updates
 """A policy: the model (with LoRA layers of peft: their updates), its state dict, or updates."""

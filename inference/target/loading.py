@@ -5,12 +5,11 @@ A model that cannot be a target is refused by its config, before weights are rea
 
 from __future__ import annotations
 
-import copy
 import errno
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,13 +34,15 @@ from transformers.utils import logging
 import inference.target.attention as attention
 from heads.api.config import config
 from heads.api.errors import UserError, suggest
-from heads.api.target_info import Rotary, TargetInfo, TargetWeights, tokenizer_hash
+from heads.api.target_info import TargetInfo, tokenizer_hash
 from inference.target import parallel
 from inference.target.hardware import found_device, is_there
 from inference.target.packed_target import open_packed, packed_settings, without_settings
-from inference.target.quantization import dense_weight, quantization_settings
+from inference.target.quantization import quantization_settings
 from inference.target.revision import revision_of
 from inference.target.rope import pin_frequencies, rope_parts, trained_positions
+from inference.target.settings import first_setting
+from inference.target.shared import head_rows
 
 DTYPES = {
     "float64": torch.float64,
@@ -409,7 +408,7 @@ def is_indexed(config: Any) -> bool:
 
 def usable_positions(config: Any) -> tuple[int, str]:
     """Positions that a prepared text config allows, and a hint for users who need more."""
-    limit = int(_first(config, "max_position_embeddings", "n_positions", default=2048))
+    limit = int(first_setting(config, "max_position_embeddings", "n_positions", default=2048))
     trained = (
         None if getattr(config, "headstart_long_context", False) else trained_positions(config)
     )
@@ -464,7 +463,7 @@ def cache_argument(decoder: Any) -> str:
 
 def has_attention(config: Any) -> bool:
     """Whether a text config's model has layers with attention."""
-    return _first(config, "num_attention_heads") is not None
+    return first_setting(config, "num_attention_heads") is not None
 
 
 def switch_attention(model: Any) -> None:
@@ -488,144 +487,30 @@ def _irreplaceable(model: Any, why: str) -> str:
     )
 
 
-def shared_weights(model: Any) -> TargetWeights:
-    """The target's weights for drafters: whole and in floating point."""
-    config = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    size = _vocabulary(model), config.hidden_size
-    whole = dense_weight(parallel.gather_whole(embedding), *size, what="embedding")
-    tied = head is embedding
-    return TargetWeights(
-        embedding=whole,
-        lm_head=whole if tied else dense_weight(parallel.gather_whole(head), *size, what="LM head"),
-        logits=head_function(model),
-        state=parallel.GatheredState(
-            {text_name(name): value for name, value in kept_tensors(model).items()}
-        ),
-        rotary=_rotary(model),
-        windows=_windows(config),
-        norm_offset=_norm_offset(model, config.hidden_size),
-    )
-
-
-def _norm_offset(model: Any, size: int) -> float:
-    """What the final norm of a model adds to its weight: the norm of a state of ones with a weight
-    of zeros. 0 for a norm of another name or with other parameters. `forward` is called on a copy
-    of the module without its hooks, as the weights may be divided among processes."""
-    norms = (norm for name, norm in model.named_modules() if text_name(name + ".") == "model.norm.")
-    norm = next(norms, None)
-    if norm is None or [name for name, _ in norm.named_parameters()] != ["weight"]:
-        return 0.0
-    alone = copy.copy(norm)
-    alone._parameters = {"weight": nn.Parameter(torch.zeros(size), requires_grad=False)}
-    found = type(norm).forward(alone, torch.ones(1, size))
-    # a plan computes without values, and copies none
-    return 0.0 if isinstance(found, FakeTensor) else float(found.abs().mean().round())
-
-
-def kept_tensors(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """A model's weights, and the buffers that checkpoints hold (a router's bias, for instance), by
-    name. remove_duplicate: name tied weights once."""
-    kept = model.state_dict().keys()
-    buffers = ((name, value) for name, value in model.named_buffers() if name in kept)
-    return dict((*model.named_parameters(remove_duplicate=remove_duplicate), *buffers))
-
-
-def text_name(name: str) -> str:
-    """A weight's name in a text model, from its name in a text or composite model, whose text part
-    is one level deeper."""
-    return name.replace("model.language_model.", "model.", 1)
-
-
-def _windows(config: Any) -> tuple[int, ...]:
-    """The sliding window of every layer, 0 for layers without one; empty if no layer has one."""
-    size = _first(config, "sliding_window")
-    if not size:
-        return ()
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(int(size) if kind == "sliding_attention" else 0 for kind in kinds)
-
-
-def _rotary(model: Any) -> Rotary | None:
-    """A model's rotary frequencies if it has exactly one set, or None."""
-    module = getattr(model.get_decoder(), "rotary_emb", None)
-    frequencies = getattr(module, "inv_freq", None)
-    if frequencies is None:
-        return None
-    return Rotary(frequencies.float(), float(getattr(module, "attention_scaling", 1.0)))
-
-
-def _vocabulary(model: Any) -> int:
-    """Rows of the LM head, also if its weight is packed."""
-    head = model.get_output_embeddings()
-    return int(getattr(head, "out_features", None) or head.weight.shape[0])
-
-
-def head_function(
-    model: Any, product: Callable[[Tensor], Tensor] | None = None
-) -> Callable[[Tensor], Tensor]:
-    """A function from post-final-norm states [..., H] to logits [..., V], with the model's scaling
-    and soft-capping.
-
-    The head is frozen, but gradients pass through it to the states, as drafters that share it train
-    through it. product: the multiplication with the head's weights; default: the head itself.
-    Another one is used for a copy of the head on another device.
-    """
-    head = model.get_output_embeddings()
-    if head is None:
-        raise UserError(f"a {model.config.model_type} model has no LM head and cannot be a target.")
-    multiplied = head if product is None else product
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
-    multiply = getattr(config, "logit_scale", None)
-    divide = getattr(config, "logits_scaling", None)
-
-    def logits(last_hidden: Tensor) -> Tensor:
-        out: Tensor = multiplied(last_hidden)
-        if multiply is not None:
-            out = out * multiply
-        if divide is not None:
-            out = out / divide
-        return torch.tanh(out / softcap) * softcap if softcap is not None else out
-
-    return logits
-
-
 def describe(model: Any, tokenizer: Any, config: TargetConfig) -> TargetInfo:
     """The facts of a loaded target. It resolves attribute names that differ between families."""
     text = model.config.get_text_config()
-    hidden = _first(text, "hidden_size")
-    heads = _first(text, "num_attention_heads", default=max(1, hidden // 64))
+    hidden = first_setting(text, "hidden_size")
+    heads = first_setting(text, "num_attention_heads", default=max(1, hidden // 64))
     rope = next((part for part in rope_parts(text) if "rope_theta" in part), {})
+    theta = rope.get("rope_theta", first_setting(text, "rope_theta", default=10000.0))
     return TargetInfo(
         id=config.path,
         revision=revision_of(config.path, config.revision),
         model_type=text.model_type,
         tokenizer_hash=tokenizer_hash(tokenizer),
-        vocab_size=_vocabulary(model),
+        vocab_size=head_rows(model),
         hidden_size=hidden,
         num_layers=decoder_layers(text),
         num_attention_heads=heads,
-        num_key_value_heads=_first(text, "num_key_value_heads", default=heads),
-        head_dim=_first(text, "head_dim", default=hidden // heads),
-        intermediate_size=_first(text, *WIDTHS, default=4 * hidden),
-        rms_norm_eps=float(_first(text, *EPSILONS, default=1e-5)),
-        rope_theta=float(rope.get("rope_theta", _first(text, "rope_theta", default=10000.0))),
+        num_key_value_heads=first_setting(text, "num_key_value_heads", default=heads),
+        head_dim=first_setting(text, "head_dim", default=hidden // heads),
+        intermediate_size=first_setting(text, *WIDTHS, default=4 * hidden),
+        rms_norm_eps=float(first_setting(text, *EPSILONS, default=1e-5)),
+        rope_theta=float(theta),
         max_position_embeddings=usable_positions(text)[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
-
-
-def _first(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of these settings that a config has; the first layer's value if layers differ."""
-    for name in names:
-        try:
-            value = getattr(config, name, None)
-        except RuntimeError:  # transformers raises it for settings that differ between layers
-            value = getattr(config.per_layer_config[0], name, None)
-        if value is not None:
-            return value
-    return default
 
 
 def _check_path(path: str) -> None:

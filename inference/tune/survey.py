@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from heads.api.drafter import forget
 from heads.api.errors import UserError
 from heads.api.tree import DartreeShape
 from inference.decoding.adaptive.lengths import Limits
@@ -295,6 +296,8 @@ def decoded(
     decode: DecodeConfig,
 ) -> list[list[PassRecord]]:
     """The passes in which `draft` answers `requests` (numbered 0, 1, ...), per request. It is
-    needed for rules whose text depends on the draft."""
+    needed for rules whose text depends on the draft. A drafter that remembers answers forgets those
+    to other drafts."""
+    forget(drafter)
     done = Engine(target, drafter, draft.on(decode)).run(requests)
     return [item.passes for item in sorted(done, key=lambda item: item.request.index)]

@@ -134,6 +134,7 @@ def test_what_cannot_be_measured_is_refused(made: Any) -> None:
         ((trained.checkpoint, ["one"]), {}, "at least two prompts"),
         (([trained.checkpoint] * 2, ["a", "b"]), {}, "two drafters are called 'medusa'"),
         (("nowhere", ["a", "b"]), {}, "there is no checkpoint folder 'nowhere'"),
+        ((trained.checkpoint, ["a", "b"]), {"server": "http://h"}, "'server' is no setting here"),
     ):
         with pytest.raises(headstart.UserError, match=message):
             headstart.measure(engine, *arguments, **settings)

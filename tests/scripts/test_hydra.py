@@ -235,3 +235,9 @@ def test_optuna_searches_on_tau_and_goes_on(
     assert "1 jobs of train, by tau" in capsys.readouterr().out  # the study had two already
     (results, _) = sorted(Path("outputs/default/sweeps").glob("*/optimization_results.yaml"))
     assert set(yaml.safe_load(results.read_text())) == {"name", "best_params", "best_value"}
+    # a job that fails ends the search with its own error
+    broken = ["train.prompts=[nowhere.jsonl]", "hydra.sweeper.study_name=broken"]
+    capsys.readouterr()
+    assert main(["train", "-m", *train, *search, "hydra.sweeper.n_trials=1", *broken]) == 2
+    shown = capsys.readouterr().err
+    assert "job 1: " in shown and "train.prompts was" in shown  # the rate that was drawn first

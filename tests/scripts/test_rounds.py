@@ -14,6 +14,8 @@ import torch
 
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, read_manifest
+from inference.measure import metrics
+from inference.measure.answers import AnswerLog, Record
 from inference.measure.metrics import Gain
 from inference.verifications import read_facts
 from scripts.config.schema import Settings, load_settings, read_settings, write_settings
@@ -328,6 +330,26 @@ def test_made_prompts_are_answered_plainly_only_where_that_is_faster_and_records
         == rounds.helper("d", ["variations", "token_weights"], slow)
         == "d"
     )
+
+
+def test_rounds_are_compared_on_the_prompts_that_both_have_measured(tmp_path: Path) -> None:
+    """`loop.round.overrides` may change them from round to round."""
+
+    def measured(name: str, prompts: dict[str, int]) -> tuple[Path, str]:
+        records = AnswerLog.open(tmp_path / name, "x", ["d"])
+        for prompt, accepted in prompts.items():
+            records.add(Record("d", prompt, 0, [1], [(accepted, accepted + 1, True)], {}))
+        records.finish()
+        return tmp_path / name, "d"
+
+    for name in ("old", "new", "other"):
+        (tmp_path / name).mkdir()
+    old = measured("old", {"a": 0, "b": 0, "c": 3})
+    new = measured("new", {"b": 1, "a": 1, "x": 0})
+    both = [rounds_facts.totals(*one).only(["b", "a"]) for one in (new, old)]
+    assert rounds_facts.compare(new, old) == metrics.gain(*both)
+    with pytest.raises(UserError, match="no prompt in common"):
+        rounds_facts.compare(measured("other", {"y": 1}), old)
 
 
 def test_a_round_begins_only_if_the_budget_holds_it(loop: Callable[..., Rounds]) -> None:

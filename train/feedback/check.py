@@ -20,7 +20,6 @@ def require_weighed(
 
     drafter: in joint training the one that is trained together with the target, as the distance
     between the target and its original has no weights.
-
     """
     silent = {}
     if batch.weights is not None:

@@ -32,7 +32,7 @@ from train.feedback.config import FeedbackConfig
 from train.feedback.evidence import TokenEvidence
 
 DEEPEST = LARGEST_DEPTH + 2
-"""More than the depth of any drafted chain or tree, and the error behind its last token."""
+"""More than the depth of any drafted chain or tree, and than the level behind it."""
 
 
 def _by_depth() -> NDArray[np.float64]:

@@ -33,10 +33,10 @@ from inference.target.loading import (
     TargetConfig,
     checked_config,
     describe,
-    shared_weights,
     switch_attention,
 )
 from inference.target.model import TargetModel
+from inference.target.shared import shared_weights
 from inference.target.taps import find_decoder, find_layers
 from train.features.store.codec import states_of
 

@@ -36,11 +36,12 @@ from heads.api.features import FeatureSpec
 from heads.api.reading import read_object, require_fit
 from heads.api.tensors import BROKEN
 from inference.target import loading
-from inference.target.loading import TargetConfig, describe, kept_tensors, text_name
+from inference.target.loading import TargetConfig, describe
 from inference.target.memory import gib
 from inference.target.model import TargetModel
 from inference.target.packed_target import packed_settings, without_settings
 from inference.target.revision import hub_commit
+from inference.target.shared import kept_tensors, text_name
 from inference.target.taps import find_decoder, find_final_norm, find_layers
 from train.config import TrainingJob
 from train.data.loader import PackedBatch

@@ -37,6 +37,8 @@ from inference.export.layouts.folder import CONFIG, Folder, Json
 from inference.manifest import file_sha256
 from inference.target import loading
 from inference.target.revision import revision_of
+from inference.target.settings import logit_factors
+from inference.target.shared import shared_weights
 
 CHAIN = 4
 """Drafted tokens per step of a distilled drafter, and at least of EAGLE and EAGLE-3, unless the
@@ -131,7 +133,7 @@ class Target:
     @cached_property
     def weights(self) -> TargetWeights:
         """Its embedding and LM head, read from its files."""
-        return loading.shared_weights(loading.load_model(self.config))
+        return shared_weights(loading.load_model(self.config))
 
     @property
     def has_head_bias(self) -> bool:
@@ -241,14 +243,8 @@ that the engine or the layout cannot express."""
 
 def logit_scale(described: Any) -> float:
     """The factor on a target's logits, by its text config."""
-    scale = float(getattr(described, "logit_scale", None) or 1.0)
-    return scale / float(getattr(described, "logits_scaling", None) or 1.0)
-
-
-def logit_cap(described: Any) -> float | None:
-    """The soft cap on a target's logits, by its text config; None if it has none."""
-    names = ("final_logit_softcapping", "logits_soft_cap")
-    return next((float(cap) for name in names if (cap := getattr(described, name, None))), None)
+    multiply, divide = logit_factors(described)
+    return multiply / divide
 
 
 def plain_rope(theta: float) -> Json:

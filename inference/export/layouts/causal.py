@@ -20,6 +20,7 @@ from inference.export.config import ExportConfig
 from inference.export.layouts import base, llama
 from inference.export.layouts.base import Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import Folder, Json, Receiver
+from inference.target.settings import logit_cap
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 READABLE = (*FAMILIES, "mistral")
@@ -98,7 +99,7 @@ def put_copies(written: Written, target: Target, dtype: torch.dtype) -> None:
     """Add the target's embedding and, unless it is the same tensor, its LM head, times the scale of
     the target's logits; and notes on them. Raises `UserError` for a head with a bias."""
     weights, scale = target.weights, base.logit_scale(target.described)
-    cap, note = base.logit_cap(target.described), "embedding and LM head are copies of the target's"
+    cap, note = logit_cap(target.described), "embedding and LM head are copies of the target's"
     if target.has_head_bias:
         raise UserError(
             "the target's LM head has a bias, which a language model of these families cannot "

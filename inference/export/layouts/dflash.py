@@ -26,6 +26,7 @@ from inference.export.config import ExportConfig
 from inference.export.layouts import base, llama
 from inference.export.layouts.base import Checkpoint, Imported, Target, Written
 from inference.export.layouts.folder import EMBEDDING, HEAD, Folder, Json, Receiver, load_plain
+from inference.target.settings import logit_cap
 
 MASK_FILE = "mask_embedding.pt"
 ARCHITECTURES = {
@@ -164,7 +165,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
 def place_scale(written: Written, target: Target, method: str) -> None:
     """Write the scale and the cap of the target's logits, to which a dependency's scores are added,
     or a note where the layout has no key for them."""
-    scale, cap = base.logit_scale(target.described), base.logit_cap(target.described)
+    scale, cap = base.logit_scale(target.described), logit_cap(target.described)
     lost = []
     if scale != 1.0 and method in ("dspark", "dflash2"):
         place, key = (

@@ -30,10 +30,10 @@ from inference.target.loading import (
     load_model,
     load_tokenizer,
     require_supported,
-    shared_weights,
 )
 from inference.target.model import TargetModel
 from inference.target.quantization import NAMES, dense_weight, quantization_settings
+from inference.target.shared import shared_weights
 from scripts.tools.common import ROOT
 from tests.inference.target.list_families import PAGE, SECTION, TESTED, UNTESTED, families, table
 from tests.inference.tokenizers import tiny_tokenizer

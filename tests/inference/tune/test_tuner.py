@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
+from heads.suffix import Config as SuffixConfig
 from inference.decoding import costs as costs_module
 from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
@@ -22,12 +24,12 @@ from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord
 from inference.measure.metrics import divide
-from inference.measure.prompts import Prompt
+from inference.measure.prompts import Prompt, to_requests
 from inference.target.model import TargetModel
 from inference.tune.confidence import CANDIDATES, best_threshold, speeds
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, TimedRun
-from inference.tune.survey import Survey
+from inference.tune.survey import Survey, decoded
 from inference.tune.tuner import (
     PREDICTION_ERROR,
     DraftSpeed,
@@ -165,6 +167,18 @@ def test_the_steps_of_a_survey_are_those_of_decoding(
         assert steps.tokens == sum(len(done.tokens) - 1 for done in turn.completions)
         if draft.family == "adaptive":
             assert steps.mean_nodes == batch_steps(answers_of(turn), 3).mean_nodes
+
+
+def test_a_drafter_that_remembers_has_not_answered_the_prompts_for_another_draft(
+    target: TargetModel,
+) -> None:
+    drafter = new_drafter(
+        "suffix", SuffixConfig(history_tokens=4096), target.info, target.weights, 0
+    )
+    decode = DecodeConfig(max_new_tokens=13, temperature=1.0, rule="rejection")
+    requests = to_requests(prompts(), target.tokenizer, decode)
+    alone, again = (decoded(target, drafter, Draft("chain", 3), requests, decode) for _ in range(2))
+    assert alone == again
 
 
 def test_a_medusa_drafts_no_deeper_than_its_heads(target: TargetModel) -> None:

@@ -9,10 +9,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from heads.api.config import LARGEST_DEPTH
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion
 from tests.train.feedback.recorded import decoded, name_of, target, tokens_of, write_records
 from train.feedback.evidence import TokenEvidence, Verification, VerificationRecords, evidence_of
+from train.feedback.weights import WeightTotals
 
 
 def walked(one: Completion) -> TokenEvidence:
@@ -131,3 +133,16 @@ def test_records_of_another_tokenizer_and_damaged_ones_are_refused(tmp_path: Pat
     shard.write_bytes(shard.read_bytes()[:-40])
     with pytest.raises(UserError, match="damaged shard of verifications"):
         VerificationRecords(folder, target().info)
+
+
+def test_drafts_of_the_largest_depth_are_counted() -> None:
+    """`decode.depth` goes to 1,024. Here the last draft is refused."""
+    found = TokenEvidence.nothing(LARGEST_DEPTH + 1)
+    found.depth[1:] = np.arange(1, LARGEST_DEPTH + 1)
+    found.failed[-1] = True
+    found.roots[0] = LARGEST_DEPTH
+    totals = WeightTotals()
+    totals.add("code", found, np.ones(len(found.depth), bool))
+    assert totals.deepest == LARGEST_DEPTH and totals.errors == 1
+    assert totals.domains["code"].failed_roots[LARGEST_DEPTH] == 1
+    assert totals.going_on()[1] == 1.0

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from heads.api import checkpoint
-from heads.api.batch import LossOutput, TrainBatch
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -120,21 +119,13 @@ def test_a_drafter_learns_from_its_own_words_if_asked() -> None:
 
 
 def test_a_rewritten_steps_loss_is_divided_by_what_is_supervised_then(
-    monkeypatch: pytest.MonkeyPatch,
+    divisors: list[tuple[int, int]],
 ) -> None:
-    seen: list[tuple[int, int]] = []
-    plain = TorchEngine.forward_backward
-
-    def noted(self: TorchEngine, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
-        seen.append((int(batch.loss_mask.sum()), supervised))
-        return plain(self, batch, supervised, last)
-
-    monkeypatch.setattr(TorchEngine, "forward_backward", noted)
     one = follower(on_policy=OnPolicyConfig(share=1.0, window=3), micro_rows=1, length=64)
     one.rollout(PROMPTS)
     one.refresh(1)
-    assert len(seen) > 1
-    assert {divisor for _, divisor in seen} == {sum(count for count, _ in seen)}
+    assert len(divisors) > 1
+    assert {divisor for _, divisor in divisors} == {sum(count for count, _ in divisors)}
 
 
 def test_a_state_is_not_changed_by_later_refreshes() -> None:
