@@ -106,12 +106,24 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, An
     with hydra_of(stage):
         composed = compose(root_of(stage), overrides=accepted, return_hydra_config=True)
     choices = {group: composed.hydra.runtime.choices.get(group) for group in OPTION_GROUPS}
+    choices |= several_options(given)
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
     for name in map(str, composed):
         if name not in GROUPS:
             raise UserError(f"{name}: there is no such group.{suggest(name, GROUPS)}")
     return {group: plain(composed, group) for group in stage.groups}, choices
+
+
+def several_options(given: Sequence[Override]) -> dict[str, list[str]]:
+    """The recipes that are chosen as a list (`experiment=[a,b]`), which Hydra leaves out of its
+    choices."""
+    last = {item.key_or_group: item.value() for item in given}
+    return {
+        group: [str(name) for name in last[group]]
+        for group in RECIPE_GROUPS
+        if isinstance(last.get(group), list)
+    }
 
 
 def plain(composed: Any, group: str) -> Any:

@@ -19,6 +19,7 @@ from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import RunRecord
 from scripts.stages.generate import data_of
+from scripts.stages.loop.plan import RoundPlan
 from scripts.stages.loop.progress import Forecast, about
 from scripts.stages.loop.stage import plan, run
 from scripts.stages.loop.steps import Step, launch_step
@@ -58,6 +59,26 @@ def test_each_recipe_is_put_before_the_loops_own_experiment() -> None:
         "measure.name=sampled decode.temperature=1",
         "report experiment=[embedded_medusa,demo] debug=fast",
     ]
+
+
+def test_experiments_that_are_given_as_a_list_reach_every_stage() -> None:
+    """Hydra names no choice for a list, and its stages had the defaults once."""
+    given = ["experiment=[embedded_eagle3,embedded_loop]", "run.name=x"]
+    found = load_settings(STAGES["loop"], given)
+    assert found.choices["experiment"] == ["embedded_eagle3", "embedded_loop"]
+    own = {"recipes": (), "store_features": False}
+    assert shown(plan(settings(given, **own, rounds=0))) == [
+        f"{stage} experiment=[embedded_eagle3,embedded_loop] run.name=x"
+        for stage in ("generate", "train", "measure", "report")
+    ]
+    train = RoundPlan(found).train
+    assert (train.optim.kind, train.train.global_batch) == ("muon", 2)
+    assert train.choices["experiment"] == found.choices["experiment"]
+    # the later choice of a key wins, as it does for every other setting
+    assert (
+        load_settings(STAGES["train"], [*given[:1], "experiment=demo"]).choices["experiment"]
+        == "demo"
+    )
 
 
 def test_one_store_of_features_serves_all_recipes() -> None:
