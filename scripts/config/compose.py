@@ -119,10 +119,11 @@ def several_options(given: Sequence[Override]) -> dict[str, list[str]]:
     """The recipes that are chosen as a list (`experiment=[a,b]`), which Hydra leaves out of its
     choices."""
     last = {item.key_or_group: item.value() for item in given}
+    chosen = {group: last.get(group) for group in RECIPE_GROUPS}
     return {
-        group: [str(name) for name in last[group]]
-        for group in RECIPE_GROUPS
-        if isinstance(last.get(group), list)
+        group: [str(name) for name in names]
+        for group, names in chosen.items()
+        if isinstance(names, list)
     }
 
 
