@@ -488,7 +488,8 @@ def _prepare(
     most = max(len(item.tokens) + item.max_new_tokens for item in (*requests, *warmup))
     room = most + max(arm.decode.tree().num_nodes for arm in checked) + 1
     room = -(-room // ROOM) * ROOM
-    engines = {BASELINE: Engine(target, None, decode.without_draft(), capacity=room)}
+    plain = checked[0].decode.without_draft()  # compiled exactly if the arms are
+    engines = {BASELINE: Engine(target, None, plain, capacity=room)}
     for arm in checked:
         engines[arm.name] = Engine(target, arm.drafter, arm.decode, capacity=room)
     peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}

@@ -338,17 +338,23 @@ def missing_line(content: Facts) -> list[str]:
 
 
 def kept_line(rows: list[Facts]) -> list[str]:
-    """The rows that were measured in an earlier run, and their conditions; those that were trained
-    otherwise."""
-    kept: dict[str, list[str]] = {}
+    """The rows that were measured in earlier runs, by the speed of plain decoding in theirs, and
+    those that were trained otherwise."""
+    kept: dict[tuple[str, str], list[str]] = {}
     other = [row["name"] for row in rows if row.get("trained_otherwise")]
     for row in rows:
         if "device" in row:
-            kept.setdefault(row["device"]["name"], []).append(row["name"])
+            chain = row["measured"]["chain"]
+            plain = f"{chain['tokens_per_second'] / chain['speedup']:.1f}"
+            kept.setdefault((row["device"]["name"], plain), []).append(row["name"])
     lines = [
         line
-        for device, names in kept.items()
-        for line in ("", f"Measured in an earlier run ({device}): {', '.join(names)}.")
+        for (device, plain), names in kept.items()
+        for line in (
+            "",
+            f"Measured in an earlier run ({device}), in which plain decoding reached {plain} "
+            f"tokens/s: {', '.join(names)}.",
+        )
     ]
     if other:
         told = f"{MARK.strip()} Trained otherwise (steps, optimiser or tokens a step), so that they"

@@ -10,7 +10,7 @@ from typing import Any
 
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
-from inference.measure.config import BenchConfig, LeakFacts
+from inference.measure.config import BenchConfig, LeakFacts, Provenance, process_facts
 from inference.measure.datasets import Loaded
 from inference.measure.prompts import Prompt
 from inference.measure.run import measure
@@ -23,7 +23,7 @@ from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
-from scripts.run.folder import open_folder, require_run
+from scripts.run.folder import StageFolder, open_folder, require_run
 from scripts.run.process import console, prepare_process, say, say_what_debug_means, shown
 from scripts.run.prompts import bench_of, load, prompt_files
 from train.data.dedup.leaks import Leaks, find_leaks
@@ -65,6 +65,7 @@ def measure_run(
             arms,
             prompts,
             out,
+            provenance=provenance(folder),
             revision=loaded.revision,
             recording=recording,
             leaks=leaks,
@@ -81,9 +82,21 @@ def measure_running(settings: Settings, out: Path) -> Path:
     if not folder.skip():
         renders = bench.serving.api == "completions"
         tokenizer = load_tokenizer(settings.target) if renders else None
-        measure_server(bench, settings.decode, load(settings), out, tokenizer=tokenizer)
+        measure_server(
+            bench,
+            settings.decode,
+            load(settings),
+            out,
+            provenance=provenance(folder),
+            tokenizer=tokenizer,
+        )
         folder.finish()
     return out / REPORT_FILE
+
+
+def provenance(folder: StageFolder) -> Provenance:
+    """The command, versions and commit of a report."""
+    return {**process_facts(), "git": folder.session["git"]}
 
 
 def without_leaks(

@@ -619,6 +619,24 @@ def test_long_measurements_are_compiled_and_go_on_without_where_that_fails(
         measured("asked", replace(DECODE, compile=True))
 
 
+def test_plain_decoding_is_compiled_exactly_if_the_drafters_are(
+    target: TargetModel, arms: list[Arm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncompiled, it would be several times slower, and every speedup that much higher."""
+    monkeypatch.setattr(worth, "can_compile", lambda *given: True)
+
+    def compiled(choice: Any) -> set[bool]:
+        own = [replace(arm, decode=replace(DECODE, compile=choice)) for arm in arms]
+        session = measure_module._prepare(BenchConfig(), target, own, prompts())
+        assert len(session.engines) == 1 + len(session.arms)
+        return {engine.decode.compiles for engine in session.engines.values()}
+
+    assert compiled("auto") == {False}
+    monkeypatch.setattr(worth, "LEAST_STEPS", 10)
+    assert compiled("auto") == {True}
+    assert compiled(True) == {True} and compiled(False) == {False}
+
+
 def test_a_drafter_that_changes_the_text_is_reported_as_a_mismatch(
     target: TargetModel, arms: list[Arm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,7 +169,10 @@ def test_rows_of_an_earlier_run_are_kept_beside_new_ones(
     assert new["good"]["measured"]["chain"]["tau"] == 3.5 and "device" not in new["good"]
     assert new["slow"] == {**old["slow"], "device": before["device"], "git": before["git"]}
     text = (tmp_path / "reports" / "families.md").read_text()
-    assert f"Measured in an earlier run ({before['device']['name']}): slow." in text
+    chain = old["slow"]["measured"]["chain"]
+    plain = f"plain decoding reached {chain['tokens_per_second'] / chain['speedup']:.1f} tokens/s"
+    device = before["device"]["name"]
+    assert f"Measured in an earlier run ({device}), in which {plain}: slow." in text
     content = families.collect(run)
     with pytest.raises(UserError, match="another target than this run"):
         families.keep(content, {**before, "target": {**before["target"], "id": "other"}})
