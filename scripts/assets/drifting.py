@@ -3,14 +3,17 @@
 `python`: functions to write and documentation in English, from modules that the embedded target has
 not seen. `drift`: C++ headers (`cpp_headers`) and descriptions as JSON, half of each as long as
 there are enough of the latter. `finetuned` and `merged`: both of these mixed, half of each in each,
-for changed targets. The Python prompts and those that ask for JSON are about the standard library
-of this machine's Python and its manual's topics, so other versions give other prompts.
+for changed targets. One prompt in `PROBED` is a probe, which nothing learns from, and those of the
+first two files are probes in the mixed ones too. The Python prompts and those that ask for JSON are
+about the standard library of this machine's Python and its manual's topics, so other versions give
+other prompts.
 """
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +33,14 @@ MOST_JSON = 560
 """Prompts that ask for JSON; the standard library yields few more."""
 PER_MODULE = 1000
 """Most prompts from a module: all that it has."""
+PROBED = 5
+"""One request in this many is a probe. The number does not divide the number of clients, so each
+client sends both."""
+
+
+def is_probe(number: int) -> bool:
+    """Whether the request at this place of a file is a probe."""
+    return number % PROBED == PROBED - 1
 
 
 @cache
@@ -60,10 +71,24 @@ def write_prompts(folder: Path, count: int) -> None:
     for name, own in rows.items():
         random.Random(name).shuffle(own)
     for number, name in enumerate(("finetuned", "merged")):
-        rows[name] = [*rows["python"][number::2], *rows["drift"][number::2]][:count]
-        random.Random(name).shuffle(rows[name])
+        rows[name] = mixed([rows["python"], rows["drift"]], number, random.Random(name))
     for name, own in rows.items():
         write_rows(folder / f"{name}.jsonl", own)
+
+
+def mixed(files: Sequence[Sequence[PromptRow]], number: int, rng: random.Random) -> list[PromptRow]:
+    """Half of the prompts of each file in a random order, the even (number 0) or the odd ones.
+    Their probes are probes again, and their other prompts are not."""
+    kinds: dict[bool, list[PromptRow]] = {True: [], False: []}
+    for rows in files:
+        for probes, own in kinds.items():
+            own += [row for n, row in enumerate(rows) if is_probe(n) == probes][number::2]
+    for own in kinds.values():
+        rng.shuffle(own)
+    found: list[PromptRow] = []
+    while kinds[is_probe(len(found))]:
+        found.append(kinds[is_probe(len(found))].pop())
+    return found
 
 
 def asked_about(domains: tuple[str, ...], count: int, prefix: str) -> list[PromptRow]:

@@ -239,8 +239,14 @@ def drop_other_recipe(content: Facts, row: Facts) -> None:
     if row["arm"] != RECIPE:
         return
     same = [one for one in content.get("rows", []) if is_beside(one, row)]
-    if any(one["arm"] == RECIPE and one["overrides"] != row["overrides"] for one in same):
+    if any(one["arm"] == RECIPE and not is_of_recipe(one, row) for one in same):
         content["rows"] = [one for one in content["rows"] if not is_beside(one, row)]
+
+
+def is_of_recipe(one: Facts, row: Facts) -> bool:
+    """Whether two rows have the same recipe; rows of earlier versions name no digest."""
+    same = one.get("recipe") in (None, row.get("recipe"))
+    return same and one["overrides"] == row["overrides"]
 
 
 def is_beside(one: Facts, other: Facts) -> bool:
@@ -274,10 +280,13 @@ def words_of(study: str, arm: str, layers: int, rate: float = 0.0) -> list[str]:
 def rows_of(
     bench: Bench, study: str, arms: Sequence[str], seeds: Sequence[int], rate: float = 0.0
 ) -> Iterator[Facts]:
-    """The rows of these arms of a study whose trainings are done; the recipe is the first arm."""
+    """The rows of these arms of a study whose trainings are done; the recipe is the first arm, and
+    all rows have its `Bench.identity`."""
     base: dict[str, list[Totals]] = {}
+    layers = bench.model.info.num_layers
+    recipe = bench.identity(*words_of(study, arms[0], layers, rate))
     for arm in arms:
-        overrides = words_of(study, arm, bench.model.info.num_layers, rate)
+        overrides = words_of(study, arm, layers, rate)
         ways: dict[str, list[Totals]] = {way: [] for way in WAYS}
         for seed in seeds:
             checkpoint = bench.train(f"{study}-{arm}-{seed}", *overrides, f"run.seed={seed}")
@@ -286,7 +295,8 @@ def rows_of(
                 ways[way].append(bench.totals(checkpoint, way, bench.measuring, decode))
         base = base or ways
         figures = {way: compared(ways[way], base[way], paired=True) for way in WAYS}
-        yield {"arm": arm, "overrides": overrides, "seeds": [*seeds], "figures": figures}
+        row: Facts = {"arm": arm, "overrides": overrides, "recipe": recipe, "seeds": [*seeds]}
+        yield {**row, "figures": figures}
 
 
 def markdown(content: Facts) -> list[str]:

@@ -59,15 +59,28 @@ class Curves:
         found: Floats = self.limit + self.scale * np.asarray(x, float) ** self.rate
         return found
 
-    def where(self, y: ArrayLike) -> Floats:
-        """The x [R] at which the curves reach y (a number or [R]): infinite for a curve that never
-        does, 0 for a power law that is above y everywhere."""
-        above = np.asarray(y, float) - self.limit
-        reached = (above * self.scale > 0) & (self.scale * self.rate > 0)
-        share = np.divide(above, self.scale, out=np.ones_like(self.scale), where=reached)
-        power = np.divide(1.0, self.rate, out=np.ones_like(self.rate), where=reached)
-        missing = np.where(above > 0, np.inf, 0.0) if not self.form.limited else np.inf
-        return np.where(reached, share**power, missing)
+
+def between(x: Sequence[float], y: ArrayLike, reached: ArrayLike) -> Floats:
+    """The amounts [R] at which a quantity reaches `reached` (a number or [R]), by a power law
+    between neighbouring points, and that of the last two points beyond them.
+
+    x [N]: amounts above 0, ascending; y [R, N]: values above 0 at them, which count as not falling:
+    one that is below an earlier one is raised to it. Infinite or 0 where a flat end is left.
+    """
+    amounts = np.log(np.asarray(x, float))
+    values = np.log(np.maximum.accumulate(np.atleast_2d(np.asarray(y, float)), axis=1))
+    wanted = np.log(np.broadcast_to(np.asarray(reached, float), len(values)))
+    right = np.clip((values < wanted[:, None]).sum(1), 1, len(amounts) - 1)
+    every = np.arange(len(values))
+    low, high = values[every, right - 1], values[every, right]
+    rise, over = high - low, wanted - low
+    flat = np.where(over > 0, np.inf, -np.inf)
+    share = np.divide(over, rise, out=flat, where=rise > 0)
+    share = np.where((rise <= 0) & (over == 0), 0.0, share)
+    width = amounts[right] - amounts[right - 1]
+    with np.errstate(over="ignore"):  # infinity, which callers bound
+        found: Floats = np.exp(amounts[right - 1] + share * width)
+    return found
 
 
 def fit(form: Form, x: Sequence[float], y: ArrayLike) -> Curves:

@@ -15,8 +15,8 @@ are fitted (curves.py). The gain of a doubling follows from the better one.
 The arms spend the training tokens of the second size in other ways (`ARMS`), most of them from the
 answers of the first size or fewer. `rounds` has the prompts of the second size in three shares, so
 that it differs from that size's own trainings in the rounds alone. Each arm is placed on the kind's
-curve: the number of answers at which the curve has its tau is compared with the number whose two
-passes have as many tokens.
+curve: the number of answers at which tau is the same is compared with the number whose two passes
+have as many tokens.
 
 All trainings on the first answers of a size read the target's features from one store; where the
 disk has no room for it, the target runs in the trainings.
@@ -54,11 +54,13 @@ from scripts.evidence.common import (
     run_on_target,
     settings_of,
 )
-from scripts.evidence.curves import FORMS, Curves, choose, fit
+from scripts.evidence.curves import FORMS, Curves, between, choose, fit
 from scripts.evidence.rounds import answers_of
 from scripts.evidence.small_targets import (
+    EXPERIMENT,
     PLACES,
     SEEDS,
+    UNMEASURED,
     Bench,
     Place,
     answers_facts,
@@ -113,12 +115,14 @@ SIZES_NEEDED = {FLATTEST: 3}
 @dataclass(frozen=True)
 class Measured:
     """The trainings of a kind on the same answers, one per seed. answers: different ones; steps,
-    tokens: means over seeds, tokens without padding; loops: how each loop of rounds ended."""
+    tokens: means over seeds, tokens without padding; recipe: `Study.recipe` of the training, empty
+    in reports of earlier versions; loops: how each loop of rounds ended."""
 
     answers: int
     steps: float
     tokens: float
     totals: list[Totals]
+    recipe: str = ""
     loops: list[Facts] = field(default_factory=list)
 
 
@@ -134,20 +138,19 @@ class Study(Bench):
     """The trainings on one target. sizes: ascending."""
 
     def __init__(
-        self,
-        place: Place,
-        work: Path,
-        threads: int,
-        prompts: int,
-        pool: int,
-        sizes: Sequence[int],
-        kinds: Sequence[str] = KINDS,
+        self, place: Place, work: Path, threads: int, prompts: int, pool: int, sizes: Sequence[int]
     ) -> None:
-        heads = [family_recipe(kind)[0].removeprefix("head=") for kind in kinds]
+        # one store for all kinds, whichever are given
+        heads = [family_recipe(kind)[0].removeprefix("head=") for kind in KINDS]
         super().__init__(place, work, threads, prompts, heads)
         self.sets, self.sizes = AnswerSets(self, pool), sizes
 
-    def measured(self, checkpoints: Sequence[Path], answers: int) -> Measured:
+    def recipe(self, kind: str) -> str:
+        """A digest of the settings of a kind's trainings, with all defaults."""
+        words = [*family_overrides(kind), *UNMEASURED]
+        return digest(decisive(settings_of("train", EXPERIMENT, *words)))
+
+    def measured(self, kind: str, checkpoints: Sequence[Path], answers: int) -> Measured:
         """The drafters of all seeds, decoded."""
         facts = [self.facts(checkpoint) for checkpoint in checkpoints]
         decode = chain(DEPTH)
@@ -156,6 +159,7 @@ class Study(Bench):
             float(np.mean([one["steps"] for one in facts])),
             float(np.mean([one["tokens"] for one in facts])),
             [self.totals(checkpoint, "T=0", self.measuring, decode) for checkpoint in checkpoints],
+            self.recipe(kind),
             [one["loop"] for one in facts if "loop" in one],
         )
 
@@ -166,14 +170,14 @@ class Study(Bench):
         return self.train(f"{kind}-{size}-{seed}", *words, answers=answers, stored=True)
 
     def point(self, kind: str, size: int, seeds: Sequence[int]) -> Measured:
-        return self.measured([self.on_curve(kind, size, seed) for seed in seeds], size)
+        return self.measured(kind, [self.on_curve(kind, size, seed) for seed in seeds], size)
 
     def arm(self, kind: str, arm: str, seeds: Sequence[int]) -> Measured:
         """An arm, with as many steps as a training on the second size."""
         steps = int(self.facts(self.on_curve(kind, self.sizes[1], seeds[0]))["steps"])
         if arm == IN_ROUNDS:
             loops = [self.in_rounds(kind, seed, steps) for seed in seeds]
-            return self.measured(loops, max(self.facts(loop)["answers"] for loop in loops))
+            return self.measured(kind, loops, max(self.facts(loop)["answers"] for loop in loops))
         answers = self.answers_of(kind, arm, seeds)
         words, stored = [*family_overrides(kind), f"train.max_steps={steps}"], arm == REPEATED
         checkpoints = [
@@ -182,7 +186,7 @@ class Study(Bench):
             )
             for seed in seeds
         ]
-        return self.measured(checkpoints, rows_in(answers))
+        return self.measured(kind, checkpoints, rows_in(answers))
 
     def answers_of(self, kind: str, arm: str, seeds: Sequence[int]) -> Path:
         """The answers on which an arm is trained. Branches use the drafter of the first size and
@@ -257,8 +261,9 @@ def report(given: argparse.Namespace) -> None:
     found = {kind: found_in(entry) for kind, entry in kinds.items()}
     sizes = sorted({*given.sizes, *(size for one in found.values() for size in one.curve)})
     require_same_sizes(given.out, kinds, sizes)
-    work, some = given.work.resolve(), (given.threads, given.prompts, pool, sizes, given.kinds)
-    study = Study(place, work, *some)
+    study = Study(place, given.work.resolve(), given.threads, given.prompts, pool, sizes)
+    for kind in given.kinds:
+        drop_other_recipe(found.get(kind, Found()), study.recipe(kind))
 
     def write(kind: str) -> None:
         kinds[kind] = summary(kind, found[kind], sizes)
@@ -276,6 +281,12 @@ def report(given: argparse.Namespace) -> None:
             found[kind].arms[arm] = study.arm(kind, arm, given.seeds)
             write(kind)
     print("\n".join(markdown(content)))
+
+
+def drop_other_recipe(found: Found, recipe: str) -> None:
+    """Leave out the results of a kind that were trained by another recipe."""
+    found.curve = {size: one for size, one in found.curve.items() if one.recipe in ("", recipe)}
+    found.arms = {arm: one for arm, one in found.arms.items() if one.recipe in ("", recipe)}
 
 
 def sizes_of(arm: str, sizes: Sequence[int]) -> list[int]:
@@ -315,7 +326,8 @@ def found_in(entry: Facts) -> Found:
             nothing = np.zeros(len(passes))
             sums = (np.array(committed), np.array(passes), nothing, nothing, np.zeros((1, 1)))
             totals.append(Totals(names, names, *sums, seconds={}))
-        return Measured(row["answers"], row["steps"], row["tokens"], totals, row.get("loops", []))
+        about = (row["answers"], row["steps"], row["tokens"], totals)
+        return Measured(*about, row.get("recipe", ""), row.get("loops", []))
 
     curve = {row["size"]: measured(row) for row in entry["points"]}
     return Found(curve, {arm: measured(row) for arm, row in entry.get("arms", {}).items()})
@@ -334,6 +346,7 @@ def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
             "tau": tau,
             "tau_ci95": interval(resamples),
             "sums": sums_of(one),
+            "recipe": one.recipe,
             **({"loops": one.loops} if one.loops else {}),
         }
         for one, (tau, resamples) in zip(measured, draws, strict=True)
@@ -365,7 +378,7 @@ def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
             "ratio": against["ratio"],
             "ratio_ci95": against["ratio_ci95"],
             "as_many_tokens": as_many,
-            **worth(fits[form], gain, amounts, as_many),
+            **worth(amounts, gains[:, : len(amounts)], gain, as_many),
         }
     return entry
 
@@ -394,11 +407,12 @@ def doubling(curves: Curves, size: float) -> Facts:
     return estimate(ratios(curves.at(2 * size), curves.at(size)), "factor")
 
 
-def worth(curves: Curves, gain: Floats, amounts: Sequence[float], as_many: float) -> Facts:
-    """The number of answers at which the curves have `gain` [1 + R], within `BEYOND` of the
-    measured sizes, and its ratio to `as_many`."""
+def worth(amounts: Sequence[float], curve: Floats, gain: Floats, as_many: float) -> Facts:
+    """The number of answers at which the measured points `curve` [1 + R, N] have `gain` [1 + R],
+    within `BEYOND` of the measured sizes, and its ratio to `as_many`. Between points, because a
+    fitted curve misses them by as much as arms differ."""
     bounds = (amounts[0] / BEYOND, amounts[-1] * BEYOND)
-    place = np.clip(curves.where(gain), *bounds)
+    place = np.clip(between(amounts, curve, gain), *bounds)
     return estimate(place, "worth") | estimate(place / as_many, "worth_ratio")
 
 
@@ -488,9 +502,9 @@ def arm_lines(arms: Sequence[Sequence[str]], beyond: float) -> list[str]:
     """The table of the arms, and what its columns are."""
     return [
         "Other ways to spend the training tokens of the second size. The ratio of (tau - 1) is to "
-        "that size's own trainings; worth: the answers for which the curve has this tau, at most "
-        f"{beyond:g} times as many as were measured, and the same over the answers "
-        "whose passes have as many training tokens.",
+        "that size's own trainings; worth: the answers for which tau is the same, by a power law "
+        f"of tau - 1 between neighbouring sizes, at most {beyond:g} times as many as were "
+        "measured, and the same over the answers whose passes have as many training tokens.",
         "",
         *markdown_table(
             [

@@ -145,6 +145,7 @@ def markdown(content: Facts, found: Report) -> list[str]:
         + ". Means over the whole blocks of the target's greedy answers to the same prompts (first "
         "turns; structured output without its schema), from the token before the block, repeated."
     )
+    header = ["drafter", "TAR", "tau", "speedup", "efficiency"]
     return [
         "# Acceptance by the kind of text",
         "",
@@ -154,7 +155,7 @@ def markdown(content: Facts, found: Report) -> list[str]:
         "from one docstring notation into another, chat is conversations of three turns, "
         "structured output follows a JSON schema, creative prompts ask for what no document says. "
         "The ranges are those of serving guides, for large targets and their drafters. Rows with a "
-        "device and commit of their own in domains.json are of another run; every speedup is a "
+        "device of their own in domains.json are of another run; every speedup is a "
         "ratio within its run.",
         "",
         *conditions,
@@ -170,11 +171,9 @@ def markdown(content: Facts, found: Report) -> list[str]:
         "speedup that its own draft times allow.",
         "",
         *markdown_table(
-            ["drafter", "TAR", "tau", "speedup", "efficiency", *domains],
+            [*header, *(f"speedup, {name}" for name in domains)],
             [speed_row(one, domains) for one in rows],
         ),
-        "",
-        "By domain: speedup.",
         "",
     ]
 

@@ -143,9 +143,12 @@ class Evidence:
         file of earlier requests."""
         run = self.work / "serve" / target
         if not (run / "refresh" / "refresh.json").is_file():
-            rows = read_rows(known)[:REFRESH_PROMPTS]
-            write_rows(run / "refresh.jsonl", rows)
-            write_rows(run / "measuring.jsonl", rows[:8])
+            rows = read_rows(known)
+            probes = [drifting.is_probe(number) for number in range(len(rows))]
+            learnt = [row for row, probe in zip(rows, probes, strict=True) if not probe]
+            held = [row for row, probe in zip(rows, probes, strict=True) if probe]
+            write_rows(run / "refresh.jsonl", learnt[:REFRESH_PROMPTS])
+            write_rows(run / "measuring.jsonl", held[:8])
         own = [*ROWS, f"data.path={run / 'refresh.jsonl'}", f"refresh.drafter={drafter}"]
         own += ["refresh.until=budget", f"refresh.prompts={REFRESH_PROMPTS}", "train.eval_every=0"]
         own += [f"train.max_steps={min(REFRESH_STEPS, self.sizes.steps)}", "train.parity=false"]
@@ -196,7 +199,7 @@ class Evidence:
         arms[LEARNED] = arms[names[-1]] if names else arms["start"]
         learner = cycles(phase.entries())
         spent = [learner, *([refreshed] if refreshed else [])]
-        probes = [one for one in answers if phase.is_probe(one.number)]
+        probes = [one for one in answers if drifting.is_probe(one.number)]
         levels = [tau(arms[name]) for name in ("start", *names)]
         return {
             **asdict(traffic),

@@ -27,6 +27,7 @@ from inference.manifest import MANIFEST_FILE, read_manifest, write_json
 from inference.measure.prompts import Prompt, load_prompts
 from inference.staleness.reference import passes_within
 from inference.target.model import TargetModel
+from scripts.assets.drifting import is_probe
 from scripts.evidence.answer_sets import write_set
 from scripts.evidence.common import Facts, decode_prompts, family_rate, read_json, run_stage
 from scripts.evidence.served import Answer, Ask, ask_all, read_answers, serving
@@ -39,9 +40,6 @@ from train.learning.journal import Entry, read_journal
 DEPTH = 3
 SERVER_THREADS = 1
 """Threads of the server, and of its learner's processes beside it."""
-PROBED = 5
-"""One request in this many is a probe. The number does not divide the number of clients, so each
-client sends both."""
 RECIPE: tuple[str, ...] = ("experiment=[embedded_distilled]",)
 """Overrides of the training from scratch, and of the server's learner and a refresh."""
 RATE = family_rate("distilled")
@@ -141,13 +139,9 @@ class Phase:
         """The requests' token ids."""
         return [tuple(prompt.render(self.model.tokenizer)) for prompt in self.prompts]
 
-    @staticmethod
-    def is_probe(number: int) -> bool:
-        return number % PROBED == PROBED - 1
-
     @property
     def probes(self) -> list[Prompt]:
-        return [prompt for n, prompt in enumerate(self.prompts) if self.is_probe(n)]
+        return [prompt for n, prompt in enumerate(self.prompts) if is_probe(n)]
 
     # Serving
 
@@ -157,7 +151,7 @@ class Phase:
         once(self.folder / "begin.json", lambda: self._now(learn))
         done = {one.number for one in read_answers(out)}
         rest = [
-            Ask(number, prompt, self.sizes.tokens, store=not self.is_probe(number))
+            Ask(number, prompt, self.sizes.tokens, store=not is_probe(number))
             for number, prompt in enumerate(self.rendered)
             if number not in done
         ]
@@ -248,7 +242,7 @@ class Phase:
         cost."""
         answers = self.folder / "answers"
         if not (answers / MANIFEST_FILE).is_file():
-            stored = (row for row in plain if not self.is_probe(row["index"]))
+            stored = (row for row in plain if not is_probe(row["index"]))
             write_set(answers, stored, self.folder / "run" / "generate")
         made = train(self.target, self.folder / "run", answers, "retrained", self.sizes)
         manifest = read_manifest(made.parent, "train")

@@ -169,7 +169,8 @@ class HeldOut:
         names = ("code", "explain", "reference")
         self.prompts = load_prompts([PROMPTS / f"{name}.jsonl" for name in names])
         path = work / "plain.json"
-        key = [target.info.revision, DECODE.max_new_tokens, len(self.prompts)]
+        self.asked = [prompt.to_line() for prompt in self.prompts]
+        key = [target.info.revision, DECODE.max_new_tokens, self.asked]
         known = read_json(path)
         if known.get("key") != key:
             done = decode_prompts(target, None, self.prompts, replace(DECODE, shape="none"))
@@ -192,7 +193,8 @@ class HeldOut:
         """Passes (accepted, committed, rejected) per prompt of the drafter in `checkpoint`, and its
         losslessness; kept in `path`."""
         weights = file_sha256(checkpoint / WEIGHTS_FILE)
-        key = [weights, DECODE.depth, DECODE.max_new_tokens, len(self.plain)]
+        revision = self.target.info.revision
+        key = [revision, weights, DECODE.depth, DECODE.max_new_tokens, self.asked]
         found: Facts = read_json(path)
         if found.get("key") == key:
             return found

@@ -74,13 +74,13 @@ def report(given: argparse.Namespace) -> None:
     """Export, check and serve the drafters, and write the report."""
     config = TargetConfig(path=given.target)
     target = TargetModel.load(config)
-    command = " ".join(["python -m scripts.evidence.serving", *portable_words(given)])
     with TemporaryDirectory(prefix="served") as scratch:
         bench = Bench(config, target, Path(scratch))
         rows, settings = serve_all(given, bench)
     print("\n".join(live.lines(rows)))
     fresh = [
-        {**row.to_dict(), **bench.checks.get(row.name, {}), "command": command} for row in rows
+        {**row.to_dict(), **bench.checks.get(row.name, {}), "command": given.command}
+        for row in rows
     ]
     content: Facts = {
         "format": 1,
@@ -89,28 +89,27 @@ def report(given: argparse.Namespace) -> None:
         "settings": settings,
         **process_facts(),
         "python": platform.python_version(),
-        "command": command,
+        "command": given.command,
         "rows": fresh,
     }
     before = read_json(given.out / "serving.json")
     if given.merge and before:  # existing rows are renewed in place; new rows follow them
+        require_same(given.out / "serving", before, content)
         names, former = {row["name"] for row in fresh}, {"command": before["command"]}
         kept = [former | row for row in before["rows"] if row["name"] not in names]
         content = {**before, "rows": [*kept, *fresh]}
     write_report(given.out / "serving", content, markdown(content))
 
 
-def portable_words(given: argparse.Namespace) -> list[str]:
-    """The command's arguments without this machine's paths."""
-    words = ["--engine-python", ".venv-serve/bin/python", "--run", "outputs/families"]
-    words += ["--drafters", *given.drafters]
-    words += ["--prompts-per-domain", str(given.prompts_per_domain)]
-    words += ["--max-new-tokens", str(given.max_new_tokens)]
-    if given.speculators:
-        words += ["--speculators", *(folder.name for folder in given.speculators)]
-    if given.interpreted:
-        words += ["--interpreted", *given.interpreted]
-    return [*words, "--merge"] if given.merge else words
+def require_same(out: Path, before: Facts, content: Facts) -> None:
+    """Raise `UserError` if the rows of a former report are of another target or other settings."""
+    for key in ("target", "settings"):
+        if before[key] != content[key]:
+            raise UserError(
+                f"--merge: the rows of '{out}.json' have {key} {before[key]}, the new ones "
+                f"{content[key]}. Rows of different {key} do not stand in one table: give the same "
+                "options, or another --out."
+            )
 
 
 def serve_all(given: argparse.Namespace, bench: Bench) -> tuple[list[LiveRow], Facts]:

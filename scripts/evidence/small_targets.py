@@ -28,7 +28,7 @@ from heads.api.features import FeatureSpec, union
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.folders import copy_plain, discard
-from inference.manifest import write_json
+from inference.manifest import file_sha256, write_json
 from inference.measure.config import process_facts
 from inference.measure.metrics import RESAMPLES, Floats, Totals, tau_estimate
 from inference.measure.prompts import Prompt, load_prompts, select_prompts
@@ -136,6 +136,15 @@ def decisive(settings: Settings) -> Facts:
         if group in whole
     }
     return found | {"precision": settings.engine.precision}
+
+
+def identity(settings: Settings, answers: Path) -> list[Facts]:
+    """Everything that decides the result of a training on `answers`: JSON values. A head that
+    starts from a model of its own depends on the weights there."""
+    found = [decisive(settings), answers_facts(answers)]
+    source = getattr(settings.head.config, "from_model", "")
+    weights = sorted(Path(source).glob("*.safetensors")) if source else []
+    return [*found, {one.name: file_sha256(one) for one in weights}] if weights else found
 
 
 def trained_weights(drafter: TrainableDrafter) -> int:
@@ -288,7 +297,12 @@ class Bench:
             found = {key: manifest[key] for key in ("steps", "tokens", "seconds")}
             return found | {"trained_weights": trained_weights(self.drafter(settings.head))}
 
-        return self.once(name, [decisive(settings), answers_facts(read)], run)
+        return self.once(name, identity(settings, read), run)
+
+    def identity(self, *overrides: str) -> str:
+        """A digest of everything that decides the results of `train` with these overrides."""
+        settings = settings_of("train", EXPERIMENT, *overrides, *UNMEASURED)
+        return digest(identity(settings, self.place.answers))
 
     def score(self, checkpoint: Path) -> float:
         """tau on the validation prompts, the mean of `CHECKS`."""

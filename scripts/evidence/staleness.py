@@ -23,7 +23,7 @@ import torch
 
 from inference.decoding.config import DecodeConfig
 from inference.manifest import read_manifest, write_json
-from inference.measure.metrics import divide, interval95, resample_weights, tau_estimate
+from inference.measure.metrics import divide, interval95, middle95, resample_weights, tau_estimate
 from inference.measure.prompts import load_prompts
 from inference.staleness.evidence import Bets, Grid
 from inference.staleness.reference import WATCH_FILE, Reference
@@ -182,6 +182,7 @@ class Evidence:
         drawn = {name: (weights @ x.committed) / (weights @ x.passes) for name, x in sides.items()}
         tau = {name: side.committed.sum() / side.passes.sum() for name, side in sides.items()}
         regained = (drawn["refreshed"] - drawn["old"], drawn["full"] - drawn["old"])
+        is_gap = middle95(regained[1])[0] > 0  # otherwise the share is of nothing
         rows = {}
         for name, side in sides.items():
             parts = side.domain_rows().items()
@@ -193,7 +194,7 @@ class Evidence:
             "refreshed_by_full": divide(tau["refreshed"], tau["full"]),
             "refreshed_by_full_ci95": interval95(drawn["refreshed"], drawn["full"]),
             "gap_regained": divide(tau["refreshed"] - tau["old"], tau["full"] - tau["old"]),
-            "gap_regained_ci95": interval95(*regained),
+            "gap_regained_ci95": interval95(*regained) if is_gap else None,
         }
 
     def collect(self, skipped: Sequence[str]) -> Facts:
@@ -289,7 +290,7 @@ def report(given: argparse.Namespace) -> None:
         targets[name] = read_json(work / name / changed_targets.MADE_FILE)
     content = {
         "format": 1,
-        "command": f"python -m scripts.evidence.staleness --kinds {' '.join(given.kinds)}",
+        "command": given.command,
         "git": git_state().get("revision", ""),
         "targets": targets,
         "system": SYSTEM,

@@ -33,7 +33,6 @@ from scripts.tools.common import REPORTS, ROOT, command
 from train.tracking.clock import PARTS
 from train.tracking.tracker import LOG_FILE, read_log
 
-MODULE = "scripts.evidence.throughput"
 WARM_UP = 2
 EXPERIMENT = "experiment=families"
 KEPT = ("kind", "peak", "peak_memory_bytes", "padding", "device", "engine")
@@ -64,7 +63,7 @@ def measure(given: argparse.Namespace) -> None:
         print(f"{name:20} {speed}  {memory:,.0f} MiB", flush=True)
         content = {
             "format": 1,
-            "command": f"python -m {MODULE} --answers outputs/families/generate",
+            "command": given.command,
             **conditions,
             "versions": versions(),
             "rows": [rows[each] for each in known if each in rows],

@@ -86,20 +86,25 @@ def report(given: argparse.Namespace) -> None:
             continue
         found = compare(tuner, given.held_out)
         found["traffic"] = traffic(tuner, given.held_out)
-        content = {
-            "drafters": {},
-            **read_json(given.out),
-            "format": 1,
+        shared = {
             "target": {"id": target.info.id, "revision": target.info.revision},
             "device": device_facts(target.device),
             "grid": asdict(GRID),
             "held_out": {str(batch): count for batch, count in HELD_OUT.items()},
-            "command": given.command,
         }
+        content = {"format": 1, "drafters": {}, **read_json(given.out)}
+        drop_others(content, json.loads(json.dumps(shared)))
+        content |= {**shared, "command": given.command}
         content["drafters"][name] = {"command": given.command, **found}
         write_json(given.out, content)
         SECTION.write(PAGE, tables(content))
         print(tables(content), flush=True)
+
+
+def drop_others(content: Facts, shared: Facts) -> None:
+    """Drop the drafters of an earlier report that were measured under other conditions."""
+    if any(content.get(key) != value for key, value in shared.items()):
+        content["drafters"] = {}
 
 
 def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
@@ -111,7 +116,9 @@ def survey(target: TargetModel, folder: Path, kept: Path) -> Tuner:
     prompts, drafter = load_prompts(config.prompts), drafters.load(found, target)
     tuner = Tuner.prepare(config, target, drafter, prompts, DecodeConfig(), print)
     weights = file_sha256(found.checkpoint / WEIGHTS_FILE)
-    key = {"grid": asdict(config) | {"batches": []}, "weights": weights}
+    asked = [prompt.to_line() for prompt in prompts]
+    key = {"grid": asdict(config) | {"batches": []}, "weights": weights, "prompts": asked}
+    key["target"] = target.info.revision
     before = read_json(kept)
     if before.get("key") == json.loads(json.dumps(key)):
         tuner.surveys[0.0] = Survey.from_dict(before["survey"])

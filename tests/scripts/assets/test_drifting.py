@@ -26,6 +26,13 @@ def test_prompts_drift_and_then_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = {*asked["python"], *asked["drift"]}
     assert not {*asked["python"]} & {*asked["drift"]}
     assert {*asked["finetuned"], *asked["merged"]} == before  # each has one half
+    # what nothing learnt from in the first two phases is not learnt from in the others either
+    probes = {
+        name: {one for number, one in enumerate(own) if drifting.is_probe(number)}
+        for name, own in asked.items()
+    }
+    first = probes["python"] | probes["drift"]
+    assert len(first) == 8 and probes["finetuned"] | probes["merged"] == first
     assert drifting.json_pairs() == [one for one in few_pairs() if one.domain == "json"]
 
 

@@ -81,6 +81,13 @@ def test_rows_beside_another_recipe_are_dropped() -> None:
     assert content["rows"] == rows
     drop_other_recipe(content, row("one", RECIPE, "b", RECIPE))
     assert content["rows"] == rows[2:]
+    # the same overrides of other defaults, or of other answers; rows without a digest are earlier
+    digested = [{**one, "recipe": "first"} for one in rows]
+    content = {"rows": [*digested]}
+    drop_other_recipe(content, digested[0])
+    assert content["rows"] == digested
+    drop_other_recipe(content, {**rows[0], "recipe": "second"})
+    assert content["rows"] == digested[2:]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.evidence.curves import FORMS, POWER, SATURATING, Form, choose, fit
+from scripts.evidence.curves import FORMS, POWER, SATURATING, Form, between, choose, fit
 
 SIZES = [1_000, 3_000, 10_000, 30_000]
 
@@ -71,15 +71,26 @@ def test_falling_points_are_no_growth_towards_a_limit() -> None:
     assert found.limit[0] == pytest.approx(np.mean([3.0, 2.0, 1.5, 1.0]))
 
 
-def test_where_a_curve_reaches_a_value() -> None:
+def test_where_measured_points_reach_a_value() -> None:
     x = np.array(SIZES, float)
-    for form, y in ((POWER, power(x, 0.2, 0.3)), (SATURATING, saturating(x, 2.5, 20.0, -0.5))):
-        found = fit(form, SIZES, y)
-        assert found.where(found.at(7_000.0))[0] == pytest.approx(7_000)
-    assert found.where(2.6)[0] == np.inf
-    rising = fit(POWER, SIZES, power(x, 0.2, 0.3))
-    assert rising.where(0.0)[0] == 0
-    assert fit(POWER, SIZES, power(x, 5.0, -0.4)).where(100.0)[0] == np.inf
+    exact = power(x, 0.2, 0.3)
+    for amount in (2_000.0, 7_000.0, x[0] / 3, x[-1] * 4):  # between the points and beyond them
+        found = between(SIZES, exact, 0.2 * amount**0.3)
+        assert found[0] == pytest.approx(amount)
+    # a slower and a faster resample, each with its own wish
+    both = np.stack([exact, 2 * exact])
+    found = between(SIZES, both, [exact[1], exact[1]])
+    assert found[0] == pytest.approx(x[1]) and found[1] < x[0]
+    # every measured point is its own place, whatever form the points have
+    points = [1.0, 1.9, 2.0, 2.6]
+    assert [between(SIZES, points, y)[0] for y in points] == pytest.approx(SIZES)
+
+
+def test_points_that_fall_count_as_level() -> None:
+    assert between([1, 10, 100], [1.0, 2.0, 1.5], 2.0)[0] == pytest.approx(10)
+    assert between([1, 10, 100], [1.0, 2.0, 1.5], 2.1)[0] == np.inf
+    assert between([1, 10, 100], [2.0, 2.0, 3.0], 1.9)[0] == 0
+    assert between([1, 10, 100], [2.0, 2.0, 2.0], 2.0)[0] == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
