@@ -44,7 +44,7 @@ from inference.decoding.config import DecodeConfig
 from inference.folders import copy_plain
 from inference.manifest import write_json
 from inference.measure.metrics import Totals
-from inference.measure.prompts import load_prompts
+from inference.measure.prompts import Prompt, load_prompts, select_prompts
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell, decode_prompts, read_json, settings_of
 from scripts.evidence.peers_served import DEPTH, serve_both, served_lines
@@ -73,6 +73,8 @@ RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 DEPTHS = (3, 5, 7)
 RULES = ((0.0, "match"), (1.0, "match"), (1.0, "rejection"), (1.0, "block"))
 """Temperature and rule. At temperature 0, all rules accept the same drafts."""
+CONFIRMED = ((0.0, "match", 3), (0.0, "match", 7), (1.0, "block", 7))
+"""The ways that are measured on further prompts too."""
 ANCHORS = 128
 """Blocks per step from which a block drafter of the library learns."""
 ANSWER_TOKENS = 128
@@ -220,6 +222,29 @@ class Contest(Bench):
             return ANCHORS
         return ROWS * int(settings_of("train", EXPERIMENT, *OURS[kind]).head.config.num_anchors)
 
+    @cached_property
+    def further(self) -> list[Prompt]:
+        """As many prompts as are measured, and none of those."""
+        seen = {prompt.id for prompt in self.measuring}
+        found = [one for one in load_prompts(self.place.measuring) if one.id not in seen]
+        domains = len({prompt.domain for prompt in self.measuring})
+        return select_prompts(found, len(self.measuring) // domains, seed=0)
+
+    def confirmed(self, checkpoints: Sequence[Path]) -> Ways:
+        """The results of some drafters on the further prompts."""
+        return {
+            (temperature, rule, depth): [
+                self.totals(
+                    checkpoint,
+                    f"further-{rule}-{temperature:g}-{depth}",
+                    self.further,
+                    chain(depth, temperature, rule),
+                )
+                for checkpoint in checkpoints
+            ]
+            for temperature, rule, depth in CONFIRMED
+        }
+
     def ways(self, checkpoints: Sequence[Path]) -> Ways:
         """The results of some drafters on the measured prompts."""
         found: Ways = {}
@@ -278,6 +303,12 @@ def report(given: argparse.Namespace) -> None:
             rows, facts = compare(contest, kind)
             put_rows(content, named(rows, target, kind), ("target", "kind"))
             content.setdefault("trainings", {}).setdefault(target, {})[kind] = facts
+            put_rows(
+                content,
+                named(confirm(contest, kind), target, kind),
+                ("target", "kind"),
+                "confirmed",
+            )
             save(given, content, settings, markdown)
             if given.controls:
                 rows = controls(contest, kind, given.controls)
@@ -342,6 +373,12 @@ def compare(contest: Contest, kind: str) -> tuple[list[Facts], Facts]:
         described(way) | compared(ours, found[LIBRARY][way]) for way, ours in found["ours"].items()
     ]
     return rows, trainings
+
+
+def confirm(contest: Contest, kind: str) -> list[Facts]:
+    """The rows of a kind on the further prompts."""
+    ours, library = (contest.confirmed(contest.best(kind, side)[1]) for side in ("ours", LIBRARY))
+    return [described(way) | compared(totals, library[way]) for way, totals in ours.items()]
 
 
 def controls(contest: Contest, kind: str, seeds: Sequence[int]) -> list[Facts]:
@@ -419,9 +456,9 @@ def markdown(content: Facts) -> list[str]:
         "# Headstart and speculators on the same answers",
         "",
         f"speculators {VERSION} by its own recipe, Headstart by conf/head with the overrides in "
-        "the last column of the second table. Ours has more of the documents in its loss: with "
-        "`train.context_weight=1` the tokens of prompts, and more anchors in a step. The section "
-        "on controls shows what the library gains by them. The same "
+        "the last column of the table of trainings. Ours has more of the documents in its loss: "
+        "with `train.context_weight=1` the tokens of prompts, and more anchors in a step. The "
+        "section on controls shows what the library gains by them. The same "
         f"documents, {EPOCHS} passes, {TOKENS:,} tokens a step, both sides in the same dtype, "
         "equal numbers of layers and sizes of blocks (P-EAGLE: 4 layers, 8 depths). Both had "
         f"the rates {', '.join(f'{rate:g}' for rate in RATES)}: the two in the middle were tried, "
@@ -430,13 +467,15 @@ def markdown(content: Facts) -> list[str]:
         "seeds. A rate marked as edge is the first or last one, and one beyond it may be better. "
         "All drafters are decoded by "
         "Headstart, on prompts that neither side saw. Our recipes were chosen by ablations.md, "
-        "which decodes the same prompts; of the library's settings only the rate was chosen. "
+        "which decodes the same prompts; the second table is of others. "
         f"Intervals: 95% bootstrap over prompts and seeds. Made by `{content['command']}`, earlier "
         "rows by the same command with their targets, kinds, --controls and --engine-python, and "
-        "with our overrides of that time, which the second table shows; all figures: peers.json.",
+        "with our overrides of that time, which the table of trainings shows; all figures: "
+        "peers.json.",
         "",
         *table(content["rows"]),
         "",
+        *confirmed_lines(content.get("confirmed", [])),
         "The trainings at the best rate, first seed. Tokens: without padding, and those of the "
         "library's EAGLE-3 and P-EAGLE without the first of each document. The loss is the "
         "library's own, on the target's answers to the validation prompts.",
@@ -447,6 +486,18 @@ def markdown(content: Facts) -> list[str]:
         "",
         *control_lines(content.get("controls", [])),
         *served_lines(content.get("served", [])),
+    ]
+
+
+def confirmed_lines(rows: Sequence[Facts]) -> list[str]:
+    """The table of the further prompts; empty without any."""
+    if not rows:
+        return []
+    return [
+        "The same drafters on as many further prompts, on which no recipe was chosen:",
+        "",
+        *table(rows),
+        "",
     ]
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inference.decoding.config import DecodeConfig
 from inference.manifest import write_json
 from inference.measure.metrics import Totals
+from inference.measure.prompts import Prompt
 from scripts.evidence import peers, sides
 from scripts.evidence.common import settings_of
 from scripts.evidence.peers import Contest
@@ -153,6 +155,7 @@ def test_the_report_keeps_other_kinds_and_says_its_command(
 
     monkeypatch.setattr(peers, "compare", compare)
     monkeypatch.setattr(peers, "controls", lambda *_: [])
+    monkeypatch.setattr(peers, "confirm", lambda *given: compare(*given)[0][:1])
     out = tmp_path / "report"
     words = ["--python", "P", "--targets", "embedded", "--work", str(tmp_path), "--out", str(out)]
     for kind in ("eagle3", "dflash", "eagle3"):
@@ -160,8 +163,35 @@ def test_the_report_keeps_other_kinds_and_says_its_command(
     content = json.loads(out.with_suffix(".json").read_text())
     assert [row["kind"] for row in content["rows"]] == ["dflash"] * 2 + ["eagle3"] * 2
     assert set(content["trainings"]["embedded"]) == {"dflash", "eagle3"}
+    assert [row["kind"] for row in content["confirmed"]] == ["dflash", "eagle3"]
     assert "--kinds eagle3" in content["command"]
     assert f"Made by `{content['command']}`" in out.with_suffix(".md").read_text()
+
+
+def test_drafters_are_confirmed_on_prompts_that_no_recipe_was_chosen_on(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contest = Contest("python", place, tmp_path, 1, 1)
+    chosen = {prompt.id for prompt in contest.measuring}
+    assert len(contest.further) == len(chosen)
+    assert not chosen & {prompt.id for prompt in contest.further}
+    asked: list[str] = []
+
+    def totals(checkpoint: Path, name: str, prompts: list[Prompt], decode: DecodeConfig) -> Totals:
+        asked.append(name)
+        assert prompts == contest.further
+        tau = {"ours": 3.0, peers.LIBRARY: 2.0}[checkpoint.name]
+        passes = np.array([10.0])
+        sums = dict.fromkeys(("accepted", "refused", "reached"), np.zeros((1, 1)))
+        return Totals(["a"], ["d"], committed=tau * passes, passes=passes, seconds={}, **sums)
+
+    monkeypatch.setattr(contest, "best", lambda kind, side: ({}, [Path(side)]))
+    monkeypatch.setattr(contest, "totals", totals)
+    rows = peers.confirm(contest, "dflash")
+    assert [row["ratio"] for row in rows] == [2.0] * len(peers.CONFIRMED)
+    assert len({*asked}) == len(peers.CONFIRMED)
+    lines = peers.confirmed_lines([{"target": "d", "kind": "dflash", **row} for row in rows])
+    assert "| d | dflash | 1.0 | block | 7 | 3.00" in "\n".join(lines)
 
 
 def test_the_control_has_the_prompts_of_the_same_documents(place: Place, tmp_path: Path) -> None:
