@@ -95,6 +95,7 @@ class Drafter(BlockModel):
         features = self._features(batch)
         contexts = self._contexts(features, self._rotation(batch))
         chunk = self._chunk(batch, self.depths)
+        anchors = anchors.in_chunks(chunk)
 
         def part(first: int) -> losses.Sums:
             piece = anchors.piece(first, chunk)

@@ -196,9 +196,11 @@ class Drafter(LayerDrafter):
         generators = batch.generators()
         # the root is part of the answer, and so is what the first slot predicts
         eligible = batch.supervised(1) & batch.supervised(3)
+        chunk = self._chunk(batch, slots)
         anchors = Anchors.sample(eligible, config.num_anchors, generators, batch.anchors)
+        anchors = anchors.in_chunks(chunk)
         noise = self._draw(generators, anchors.last.shape[1], slots)
-        contexts, chunk = self._true_pairs(batch), self._chunk(batch, slots)
+        contexts = self._true_pairs(batch)
 
         def part(first: int) -> losses.Sums:
             piece = anchors.piece(first, chunk)

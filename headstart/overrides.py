@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.config.compose import options
 
-PLAIN = re.compile(r"[A-Za-z_./~][\w./@:-]*", re.ASCII)
+PLAIN = re.compile(r"[A-Za-z_./][\w./@:-]*", re.ASCII)
 """Texts that Hydra's grammar reads as they are."""
 WORDS = ("null", "true", "false", "nan", "inf")
 """Texts that it reads as another type."""
@@ -40,12 +40,13 @@ def spell_value(value: Any) -> str:
 
 
 def spell_text(text: str) -> str:
-    """A text, in quotes unless it is a plain word."""
+    """A text, in quotes unless it is a plain word. `${` is escaped, so that it is no
+    interpolation."""
     if PLAIN.fullmatch(text) and text.lower() not in WORDS:
         return text
-    # backslashes count as escapes before a quote only
+    # backslashes count as escapes only before these
     escaped = re.sub(
-        r'(\\*)("|$)', lambda found: found[1] * 2 + "\\" * bool(found[2]) + found[2], text
+        r'(\\*)("|\$\{|$)', lambda found: found[1] * 2 + "\\" * bool(found[2]) + found[2], text
     )
     return f'"{escaped}"'
 

@@ -16,6 +16,7 @@ from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import stage_folder
 from scripts.run.runner import run_one
+from scripts.stages.loop.steps import derive_generation
 from train.manifest import read_training
 
 
@@ -59,9 +60,9 @@ def train(
     nearest one), values out of range, a folder that was made with other settings.
     """
     both = compose(head, target, data, answers, run, root, overrides, settings)
-    training = both.derive("train")  # all is checked before anything starts
-    if answers is None:
-        run_one(both.derive("generate"))
+    training, generation = both.derive("train"), derive_generation(both, None)
+    if not both.run.answers:  # all is checked before anything starts
+        run_one(generation)
     run_one(training)
     return read_result(stage_folder(training), training.target.path)
 

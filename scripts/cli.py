@@ -23,7 +23,7 @@ from heads.api.errors import UserError, suggest
 from scripts.config.flags import Flags, read_flags
 from scripts.config.stages import EXTRA_VARIABLE, STAGES, Stage
 from scripts.run import failures
-from scripts.run.signals import leave_in_order
+from scripts.run.signals import continued_by, leave_in_order
 
 DEBUG_VARIABLE = "HEADSTART_DEBUG"
 SEARCH_PATH = "hydra.searchpath="
@@ -72,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complaint = failures.complaint(error)
         said = failures.report(error, given, version()) if complaint is None else complaint
         rank = os.environ.get("RANK", "0")
-        speaker = "headstart" if rank == "0" else f"headstart (process {rank})"
+        speaker = "headstart" if rank in ("", "0") else f"headstart (process {rank})"
         print(f"{speaker}: {said}", file=sys.stderr)
         tell_torchrun(said)
         return 4 if complaint is None else 2
     except KeyboardInterrupt:
-        line = "interrupted; the same command continues where this one stopped."
+        line = f"interrupted; {continued_by(given)} continues where this one stopped."
         print(f"\nheadstart: {line}", file=sys.stderr)
         return 130
 
@@ -145,8 +145,8 @@ def stage_of(name: str, flags: Flags) -> Stage:
 
 def run_stage(stage: Stage, flags: Flags) -> int:
     """Run a stage, or print what the flags request; returns the exit status."""
-    if "--config-dir" in flags:
-        add_folder(flags.get("--config-dir"))
+    for folder in filter(None, flags.get("--config-dir").split(os.pathsep)):
+        add_folder(folder)
     for item in flags.overrides:
         if item.startswith(SEARCH_PATH):
             for folder in item.removeprefix(SEARCH_PATH).strip("[]").split(","):

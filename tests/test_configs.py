@@ -207,6 +207,20 @@ def test_the_demo_trains_the_three_kinds_and_finds_its_files() -> None:
     assert settings.run.name == "demo"
 
 
+@pytest.mark.parametrize("place", [[], ["run.root=/x", "run.name=y"]])
+def test_recipes_start_from_drafters_of_their_own_run(place: list[str]) -> None:
+    loop = load_settings(STAGES["loop"], ["experiment=families", *place])
+    train = loop.run.directory / "train"
+    start = f"train.refresh.init_from={train}/eagle3@0.01/best"
+    assert start in loop.loop.sweep["eagle3_code"].overrides
+    named = {"checkpoint": f"{train}/distilled@0.0004/best"}
+    assert named in loop.measure.heads["cascade"]["parts"]
+    for recipe in ("glm45_air_native_mtp", "qwen3_next_80b_native_mtp"):
+        found = load_settings(STAGES["train"], [f"experiment={recipe}", *place])
+        expected = found.run.directory / "train" / "shipped" / "best"
+        assert found.train.refresh.init_from == str(expected)
+
+
 def test_training_never_reads_the_prompts_of_the_measurement() -> None:
     settings = load_settings(STAGES["loop"], ["experiment=demo"])
     read = [settings.data.path, *settings.train.prompts]

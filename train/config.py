@@ -39,7 +39,6 @@ from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig, ScheduleConfig
 from train.refresh import RefreshConfig
 from train.state import Snapshot
-from train.target.settings import unusual_loading
 from train.tracking.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
@@ -214,7 +213,7 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
     facts = {
         "kind": job.kind,
         "head": asdict(job.head) | refresh,
-        "target": revision | unusual_loading(job.target),
+        "target": revision | job.target.unusual,
         "engine": asdict(job.engine),
         "precision": job.engine.precision,
         "data": file_sha256(answers) if answers.is_file() else "",

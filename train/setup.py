@@ -26,6 +26,7 @@ from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
 from inference.processor import multiplies_bfloat16
+from inference.target.settings import loading_text
 from train.averaging import WeightAverage
 from train.config import TrainConfig, TrainingJob, require_same, run_facts
 from train.data.held_out import read_prompts
@@ -46,7 +47,6 @@ from train.refresh import merge_updates, prepare_start, require_reached, trial_l
 from train.state import StateStore
 from train.stopping import Stopped, StopRequest
 from train.target.parts import loader, trial_batch
-from train.target.settings import loading_of
 from train.target.sharding import load_target
 from train.tracking.clock import Clock, timing_collectives
 from train.tracking.display import Display
@@ -210,7 +210,7 @@ class Run:
             loader=self.loader,
             steps=self.steps,
             on_policy=on_policy.share > 0,
-            loading=loading_of(job.target),
+            loading=loading_text(job.target.unusual),
         )
         if on_policy.share == 0:
             return plain

@@ -26,6 +26,7 @@ import logging
 import os
 import random
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ DIGEST = "sha256"
 """Key of state.json: the hash of its other entries."""
 WEIGHTS_FILE, AVERAGE_FILE = "model.safetensors", "average.safetensors"
 PARTIAL = ".partial"
+SEEN_SECONDS = 10.0
+"""Longest wait until a state that the main process lists is visible in another process."""
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -202,16 +205,21 @@ class StateStore:
     def newest(self) -> Snapshot | None:
         """The newest complete state, or None if there are no states. Damaged states are skipped,
         with a warning; half-written ones are removed. Raises `UserError` if there are states, but
-        none can be used. Collective: every process reads its share of the files."""
+        none can be used. Collective: every process reads its share of the files of the states that
+        the main process lists."""
         if self.world.is_main and self.directory.is_dir():
             for leftover in self.directory.iterdir():
                 if leftover.is_dir() and is_temporary(leftover.name):
                     discard(leftover)
-        self.world.wait()
+        # On a shared file system, listings may differ from machine to machine for some seconds.
+        own = [path.name for path in self._folders()] if self.world.is_main else []
+        listed: list[str] = json.loads(self.world.gather(json.dumps(own))[0])
         unusable: list[str] = []
-        for folder in reversed(self._folders()):
+        for folder in [self.directory / name for name in reversed(listed)]:
             snapshot, damage = None, ""
             try:
+                if not self.world.is_main:
+                    self._require_seen(folder)
                 snapshot = read_snapshot(folder, self.world.rank, self.world.size)
             except UserError as error:
                 damage = str(error)
@@ -229,6 +237,18 @@ class StateStore:
                 "run.overwrite=true deletes what this training has written and starts again."
             )
         return None
+
+    def _require_seen(self, folder: Path) -> None:
+        """Wait until a state that the main process lists is visible here; raises `UserError` if it
+        is not in time."""
+        end = time.monotonic() + SEEN_SECONDS
+        while not (folder / STATE_FILE).is_file():
+            if time.monotonic() > end:
+                raise UserError(
+                    f"process {self.world.rank} does not see '{folder}', which process 0 lists. "
+                    "run.root must be a folder on a file system that all machines share."
+                )
+            time.sleep(SEEN_SECONDS / 20)
 
     def _folders(self) -> list[Path]:
         """Folders of complete states, oldest first."""

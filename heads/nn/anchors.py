@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.nn import chunks
+
 
 @dataclass(frozen=True)
 class Anchors:
@@ -32,6 +34,15 @@ class Anchors:
         """`count` blocks of every row from number `first` on."""
         span = slice(first, first + count)
         return Anchors(self.last[:, span], self.valid[:, span], self.scale[:, span])
+
+    def in_chunks(self, size: int) -> Anchors:
+        """The same, with as many fillers after them as it takes to have a block in every chunk of
+        `size` blocks per row that is run (`heads.nn.chunks`)."""
+        width = self.last.shape[1]
+        short = (chunks.agreed(-(-width // size)) - 1) * size + 1 - width
+        if short <= 0:
+            return self
+        return Anchors(*(F.pad(each, (0, short)) for each in (self.last, self.valid, self.scale)))
 
     @classmethod
     def sample(

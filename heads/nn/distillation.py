@@ -34,7 +34,7 @@ from heads.kernels.reference.row_losses import (
     TOTAL_VARIATION,
     RowLosses,
 )
-from heads.nn import losses
+from heads.nn import chunks, losses
 from heads.nn.feature.base import next_tokens, teacher_logits
 
 OBJECTIVES = ("forward_kl", "reverse_kl", "jsd", "tv", "lk", "lk_annealed", "ce")
@@ -210,7 +210,7 @@ def _in_chunks(
 ) -> Tensor:
     """A value per prediction [M], without ever holding more than a chunk of [M, V]."""
     rows = torch.arange(predictions.at.shape[0], device=predictions.at.device)
-    pieces = rows.split(max(1, losses.chunk_elements(rows.device) // columns))
+    pieces = chunks.split(rows, max(1, losses.chunk_elements(rows.device) // columns))
     return torch.cat([per_prediction(predictions.only(piece)) for piece in pieces])
 
 

@@ -10,7 +10,8 @@ Legend: M positions, V vocabulary. p is the target's distribution, q the drafter
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, cast
 
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.nn import chunks
 
 CHUNK_ELEMENTS = 1 << 25
 """Most elements of a [positions, vocabulary] tensor (128 MiB in float32) in one chunk on a CPU."""
@@ -33,8 +35,24 @@ def chunk_elements(device: torch.device) -> int:
     """Most elements of a [positions, vocabulary] tensor in one chunk on this device."""
     if device.type != "cuda":
         return CHUNK_ELEMENTS
-    total = torch.cuda.get_device_properties(device).total_memory
-    return max(CHUNK_ELEMENTS, 1 << (int(total * CHUNK_SHARE) // 4).bit_length() - 1)
+    return gpu_chunk_elements(torch.cuda.get_device_properties(device).total_memory)
+
+
+def gpu_chunk_elements(memory: int) -> int:
+    """`chunk_elements` of a GPU with this many bytes of memory."""
+    return max(CHUNK_ELEMENTS, 1 << (int(memory * CHUNK_SHARE) // 4).bit_length() - 1)
+
+
+@contextmanager
+def chunks_of(elements: int) -> Iterator[None]:
+    """Within the block, chunks on the CPU have at most `elements`: a plan counts another device's
+    step with tensors that claim to be there (train/planning/plan.py)."""
+    global CHUNK_ELEMENTS
+    before, CHUNK_ELEMENTS = CHUNK_ELEMENTS, elements
+    try:
+        yield
+    finally:
+        CHUNK_ELEMENTS = before
 
 
 Given = ParamSpec("Given")
@@ -214,13 +232,14 @@ def sum_over_rows(
 
     part returns tensors that are sums over its rows. If there is more than one chunk, each is
     recomputed in the backward pass instead of being kept, unless `part` itself keeps nothing as
-    wide as the vocabulary (recompute=False; see `heads.nn.early_gradient`).
+    wide as the vocabulary (recompute=False; see `heads.nn.early_gradient`). Collective inside
+    `heads.nn.chunks.agreeing`.
     """
-    chunk = max(1, chunk_elements(rows.device) // columns)
-    if rows.shape[0] <= chunk:
+    pieces = chunks.split(rows, max(1, chunk_elements(rows.device) // columns))
+    if len(pieces) == 1:
         return part(rows)
     total: Sums | None = None
-    for piece in rows.split(chunk):
+    for piece in pieces:
         sums: Sums = checkpoint(part, piece, use_reentrant=False) if recompute else part(piece)
         total = sums if total is None else tuple(a + b for a, b in zip(total, sums, strict=True))
     assert total is not None

@@ -1,17 +1,18 @@
 """`decode.yaml` in a checkpoint: the tuned drafts by batch size and temperature.
 
-A file is valid for the checkpoint's weights, one revision of the target and one type of device
-(`Tuned.objection`). Decoding without a configured draft uses the nearest row (`Tuned.row`).
+A file is valid for the checkpoint's weights, one revision of the target and way of loading it
+(quantised or as it is), and one type of device (`Tuned.objection`). Decoding without a configured
+draft uses the nearest row (`Tuned.row`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 import yaml
 
@@ -23,6 +24,7 @@ from inference.decoding.draft import NONE, Draft, DraftSettings
 from inference.decoding.rules.names import RULES
 from inference.manifest import checkpoint_hash, write_bytes
 from inference.target.hardware import Device
+from inference.target.settings import Loading, loading_text
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,8 @@ class TunedTarget(TypedDict):
 
     id: str
     revision: str
+    loading: NotRequired[Loading]
+    """Unusual settings of its loading."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,11 @@ class Tuned:
     weights_sha256: str
     """Of the checkpoint's weights file."""
     rows: tuple[TunedRow, ...]
+
+    @property
+    def loading(self) -> Loading:
+        """The unusual settings of the target's loading."""
+        return self.target.get("loading", {})
 
     def row(self, batch: int, temperature: float) -> TunedRow | None:
         """The row nearest in batch size (as a ratio), among those nearest in temperature.
@@ -127,10 +136,13 @@ class Tuned:
         close = [row for row in fitting if abs(row.temperature - temperature) == nearest]
         return min(close, key=lambda row: abs(math.log(row.batch_size) - math.log(batch)))
 
-    def objection(self, folder: Path, revision: str, device_kind: str) -> str:
+    def objection(self, folder: Path, revision: str, loading: Loading, device_kind: str) -> str:
         """Why the file must not be used for the checkpoint in `folder`; empty if it may."""
         if self.target["revision"] != revision:
             return f"it was tuned on revision {self.target['revision']} of the target"
+        if self.loading != loading:
+            then, now = (loading_text(one) or "the defaults" for one in (self.loading, loading))
+            return f"it was tuned on the target loaded with {then}, here it is loaded with {now}"
         if checkpoint_hash(folder) not in ("", self.weights_sha256):
             return "the weights have changed since it was tuned"
         if self.device["kind"] != device_kind:
@@ -189,11 +201,24 @@ def write_tuned(
             for row in rows
         ],
     }
+    path = folder / DECODE_FILE
+    _write(path, command, content)
+    return path
+
+
+def _write(path: Path, command: str, content: Any) -> None:
     text = f"{HEADLINE}{command}\n"
     text += yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
-    path = folder / DECODE_FILE
     write_bytes(path, text.encode("utf-8"))
-    return path
+
+
+def change_values(
+    path: Path, of_command: Callable[[str], str], of_content: Callable[[Any], Any]
+) -> None:
+    """Replace the command in a readable decode.yaml, and its content, by what two functions return
+    for them."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    _write(path, of_command(first.removeprefix(HEADLINE)), of_content(read_yaml_object(path, "")))
 
 
 def read_tuned(folder: Path) -> Tuned | None:
@@ -210,6 +235,8 @@ def read_tuned(folder: Path) -> Tuned | None:
         rows = tuple(TunedRow.read(row) for row in content["rows"])
         of, on = content["target"], content["device"]
         target: TunedTarget = {"id": str(of["id"]), "revision": str(of["revision"])}
+        if "loading" in of:
+            target["loading"] = dict(of["loading"])
         device: Device = {"kind": on["kind"], "name": on["name"], "threads": on["threads"]}
         return Tuned(target, device, str(content["weights_sha256"]), rows)
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
@@ -228,16 +255,17 @@ class Advice:
 
 
 def advice(
-    folder: Path, revision: str, device: Device, batch: int, temperature: float
+    folder: Path, revision: str, device: Device, batch: int, temperature: float, *, loading: Loading
 ) -> Advice | None:
     """How to draft with the checkpoint in `folder`, by its decode.yaml; None if it has none.
 
-    revision: of the target; device: as `inference.target.hardware.device_facts` returns it.
+    revision, loading: of the target (`TargetModel.loading`); device: as
+    `inference.target.hardware.device_facts` returns it.
     """
     tuned = read_tuned(folder)
     if tuned is None:
         return None
-    why = tuned.objection(folder, revision, str(device["kind"]))
+    why = tuned.objection(folder, revision, loading, str(device["kind"]))
     row = None if why else tuned.row(batch, temperature)
     if row is None:
         sort = "greedy decoding" if temperature == 0 else "sampling"

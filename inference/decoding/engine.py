@@ -495,7 +495,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 def _tuned(head: str | Path, target: TargetModel) -> DecodeConfig | None:
     """How to decode greedily with the checkpoint `head`, by its decode.yaml, or None."""
-    told = advice(Path(str(head)), target.info.revision, device_facts(target.device), 1, 0.0)
+    device, loading = device_facts(target.device), target.loading
+    told = advice(Path(str(head)), target.info.revision, device, 1, 0.0, loading=loading)
     if told is None:
         return None
     logger.info("%s: %s", head, told.line)

@@ -114,6 +114,7 @@ def measure(
     revision: str = "",
     recording: RecordsConfig | None = None,
     leaks: LeakFacts | None = None,
+    accepted: Callable[[], None] = lambda: None,
 ) -> schema.Report:
     """Measure `arms` and the baseline on `prompts`; writes `out`/report.json and returns its
     content.
@@ -121,10 +122,12 @@ def measure(
     provenance: `command`, `versions`, `git` for the report (default: this process's). revision: the
     commit of the dataset that the prompts are from. recording: settings of the records of the arms'
     verifications, in `out`/records/<arm>/. leaks: how the prompts were compared with the training
-    data. Raises `UserError` for arms that cannot be compared and for too few prompts. A disturbed
+    data. accepted: called once arms and prompts are accepted, before anything in `out` is replaced.
+    Raises `UserError` for arms that cannot be compared and for too few prompts. A disturbed
     machine is no error: `Report.repeats` reports it.
     """
     session = _prepare(config, target, arms, prompts)
+    accepted()
     with only_writer(out):
         try:
             session.decode_all(out, console)
@@ -318,6 +321,7 @@ class _Session:
                 revision=info.revision,
                 dtype=str(self.target.dtype).removeprefix("torch."),
                 parameters=info.parameters,
+                **({"loading": self.target.loading} if self.target.loading else {}),
             ),
             "device": schema.DeviceFacts(**device_facts(self.target.device)),
             "settings": report_settings(decodes, len(self.requests)),

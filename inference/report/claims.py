@@ -169,7 +169,7 @@ def leaders(report: Report) -> list[DrafterResult]:
 def _claim(report: Report, drafter: DrafterResult) -> Sentence:
     """The claim about the speed of one of the `leaders`."""
     low, high = drafter.speedup_ci95
-    target, temperature = report.target.id, f"at temperature {report.settings.temperature:g}"
+    target, temperature = report.target.label, f"at temperature {report.settings.temperature:g}"
     role = ", the fastest trained drafter" if drafter.trained else ", the fastest without training"
     role = role if len(report.drafters) > 1 else ""  # as on the card of a single drafter
     interval = f"95% interval {low:.2f} to {high:.2f}"

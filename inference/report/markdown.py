@@ -153,7 +153,7 @@ def list_conditions(
     """The same from parts of a report."""
     rule = f"{code(settings.rule)}{escape(settings.rule_text.removeprefix(settings.rule))}"
     return [
-        f"- target: {code(target.id)} ({target.parameters:,} parameters, {escape(target.dtype)}, "
+        f"- target: {code(target.id)} ({target.parameters:,} parameters, {escape(target.numbers)}, "
         f"revision {code(target.revision)})",
         f"- device: {escape(device.name)} ({escape(device.kind)}, {device.threads} threads)",
         f"- settings: temperature {settings.temperature}, up to {settings.max_new_tokens} new "
@@ -509,7 +509,7 @@ def print_table(report: Report, console: Console | None = None) -> None:
         console = Console() if Console().is_terminal else Console(width=TABLE_WIDTH)
     settings = report.settings
     title = (
-        f"{report.target.id} on {report.device.name}, temperature {settings.temperature:g}, "
+        f"{report.target.label} on {report.device.name}, temperature {settings.temperature:g}, "
         f"{claims.counted_prompts(report)}"
     )
     if settings.rule != "match":

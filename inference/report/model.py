@@ -8,7 +8,7 @@ prompts, seconds exclude prefill unless a field says otherwise, and a depth coun
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
@@ -21,11 +21,14 @@ from heads.api.reading import read_json
 from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.manifest import write_bytes
 from inference.measure.metrics import GAP, PHASES, divide
+from inference.target.settings import loading_text
 
 FORMAT = 1
 REPORT_FILE = "report.json"
 SERVER_RULE = "server"
 """The rule of a running server above temperature 0, which its API does not tell."""
+OTHER = "another drafter"
+"""In a report of some drafters (`Report.only`), the name of all others."""
 PLOTS = ("acceptance", "speedup", "step_time", "by_context", "speedup_by_batch", "server")
 """Names of the plots' files, without .png. The first three are for drafters, followed by contexts
 (if they differ), a profile, and running servers."""
@@ -80,6 +83,19 @@ class TargetFacts(Block):
     dtype: str
     """Number format of the weights, for instance "bfloat16"."""
     parameters: Count
+    loading: dict[str, str | bool] = {}
+    """Other settings of loading that change what the target computes (`quantization`,
+    `long_context`), where they differ from the defaults."""
+
+    @property
+    def label(self) -> str:
+        """The id, followed in brackets by unusual settings of loading."""
+        return f"{self.id} ({loading_text(self.loading)})" if self.loading else self.id
+
+    @property
+    def numbers(self) -> str:
+        """The number format, followed by unusual settings of loading."""
+        return ", ".join(filter(None, (self.dtype, loading_text(self.loading))))
 
 
 class DeviceFacts(Block):
@@ -886,6 +902,44 @@ class Report(Block):
                 return drafter
         known = ", ".join(drafter.name for drafter in self.drafters) or "nothing"
         raise UserError(f"the report has no drafter '{name}'. It measured: {known}.")
+
+    def only(self, kept: Sequence[DrafterResult]) -> Report:
+        """The report with no drafters but these, in all its blocks. That the repeats of another one
+        differ stays, without its name: the machine was disturbed for all."""
+        others = {one.name for one in self.drafters} - {one.name for one in kept}
+
+        def known(by_drafter: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in by_drafter.items() if name not in others}
+
+        changes: dict[str, Any] = {"drafters": list(kept)}
+        if (was := self.repeats) is not None:
+            names = {
+                name: OTHER if name in others else name for name in (*was.spread, *was.above_tau)
+            }
+            by_size = sorted(was.spread.items(), key=lambda item: item[1])
+            spread = {names[name]: size for name, size in by_size}  # of several others the largest
+            above = list(dict.fromkeys(names[name] for name in was.above_tau))
+            changes["repeats"] = was.model_copy(update={"spread": spread, "above_tau": above})
+        if (profile := self.profile) is not None:
+            points = [point for point in profile.points if point.arm not in others]
+            best = [point for point in profile.best if point.arm not in others]
+            changes["profile"] = profile.model_copy(update={"points": points, "best": best})
+        if (costs := self.costs) is not None:
+            curves = {"draft": known(costs.draft), "commit": known(costs.commit)}
+            changes["costs"] = costs.model_copy(update=curves)
+        if (roofline := self.roofline) is not None:
+            changes["roofline"] = roofline.model_copy(update={"arms": known(roofline.arms)})
+        if self.baselines is not None:
+            changes["baselines"] = known(self.baselines)
+        if (lost := self.lost) is not None:
+            changes["lost"] = lost.model_copy(update={"arms": known(lost.arms)})
+        run: dict[str, Any] = {"arms": known(self.run.arms)}
+        if (leaks := self.run.leaks) is not None:
+            unknown = [name for name in leaks["unknown"] if name not in others]
+            trained_on = known(leaks.get("trained_on", {}))
+            run["leaks"] = {**leaks, "trained_on": trained_on, "unknown": unknown}
+        changes["run"] = self.run.model_copy(update=run)
+        return self.model_copy(update=changes)
 
     def domain_intervals(self, name: str) -> Mapping[str, tuple[float, float]]:
         """Domain to the 95% interval of a drafter's speedup; empty if the report has none."""

@@ -263,7 +263,14 @@ def decode_prompts(
     changed: bool,
 ) -> Iterable[Fresh]:
     """Decode prompts in random order. changed: whether the target may be a version other than the
-    one that the drafter was trained for."""
+    one that the drafter was trained for. Raises `UserError` for a rule other than match above
+    temperature 0: references do not record the rule, and others accept other drafts."""
+    if decode.temperature > 0 and decode.acceptance != "match":
+        raise UserError(
+            f"a watch decodes by rule match, as references are made; decode.rule is "
+            f"'{decode.rule}', which above temperature 0 accepts other drafts. Leave decode.rule "
+            "out."
+        )
     chosen = with_system(prompts, config.system)
     random.Random(config.seed).shuffle(chosen)
     chosen = chosen[: config.max_prompts]

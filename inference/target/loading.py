@@ -41,7 +41,7 @@ from inference.target.packed_target import open_packed, packed_settings, without
 from inference.target.quantization import quantization_settings
 from inference.target.revision import revision_of
 from inference.target.rope import pin_frequencies, rope_parts, trained_positions
-from inference.target.settings import first_setting
+from inference.target.settings import Loading, first_setting
 from inference.target.shared import head_rows
 
 DTYPES = {
@@ -154,6 +154,17 @@ class TargetConfig:
             return self.dtype
         return "float32" if pick_device(self.device).type == "cpu" else "bfloat16"
 
+    @property
+    def unusual(self) -> Loading:
+        """The settings, besides revision and dtype, that change what the target computes, where
+        they differ from the defaults."""
+        found: Loading = {}
+        if self.quantization not in (AUTO, "none"):  # both load the files as they are
+            found["quantization"] = self.quantization
+        if self.long_context:
+            found["long_context"] = True
+        return found
+
 
 def pick_device(name: str) -> torch.device:
     """The device with a name; raises `UserError` if it is unknown or not available."""
@@ -216,6 +227,7 @@ def load_model(config: TargetConfig) -> Any:
         # transformers continues without one that it cannot read
         model.generation_config = own_generation
     model.requires_grad_(False).eval()
+    model.headstart_loading = config.unusual
     placed = "device_map" in options or ranks is not None
     return prepare(model if placed else model.to(device), config.long_context)
 

@@ -40,6 +40,7 @@ from inference.target.recurrent.cache import RecurrentCache
 from inference.target.recurrent.install import install
 from inference.target.recurrent.passes import PackedPass, Pass, PromptPass, TreePass, running
 from inference.target.recurrent.states import Key, StateShape
+from inference.target.settings import Loading
 from inference.target.shared import shared_weights
 from inference.target.taps import Seen, Taps, find_decoder, find_final_norm, find_layers
 
@@ -59,6 +60,7 @@ class TargetModel:
         self.taps = Taps(find_layers(self.decoder, info.num_layers))
         self.final_norm = find_final_norm(self.decoder, self.taps.layers)
         self.weights = shared_weights(model)
+        self.loading: Loading = getattr(model, "headstart_loading", {})
         self.device, self.dtype = self.weights.embedding.device, self.weights.embedding.dtype
         # sums over parts of the inputs stay in float32: this reduces the differences between passes
         # of different widths, at no measurable cost for few rows

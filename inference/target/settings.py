@@ -1,8 +1,18 @@
-"""Settings of a text config, whose names differ between families."""
+"""Settings of a text config, whose names differ between families, and of loading a target."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+Loading = dict[str, str | bool]
+"""The settings, besides revision and dtype, that change what a target computes, by name, where they
+differ from the defaults; see `inference.target.loading.TargetConfig.unusual`."""
+
+
+def loading_text(loading: Mapping[str, str | bool]) -> str:
+    """Settings of loading as text, such as `quantization=bnb-4bit`; empty for the defaults."""
+    return ", ".join(f"{name}={value}" for name, value in loading.items()).lower()
 
 
 def first_setting(config: Any, *names: str, default: Any = None) -> Any:

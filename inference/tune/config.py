@@ -33,7 +33,8 @@ class TuneConfig:
     batches: NonEmpty[Rows] = (1, 4, 16)
     """Numbers of rows decoded together; a draft is chosen for each."""
     temperatures: NonEmpty[Temperature] = (0.0,)
-    """Temperatures; a draft is chosen for each."""
+    """Temperatures; a draft is chosen for each. Without it, the command line's decode.temperature
+    counts."""
     depths: NonEmpty[Depth] = (1, 2, 3, 4, 5, 6, 8)
     """Draft lengths of chains; those that the drafter cannot draft are left out."""
     nodes: tuple[RowsFromTwo, ...] = (6, 10, 16, 26)

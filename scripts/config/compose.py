@@ -102,17 +102,36 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, An
     Overrides of Hydra's own settings are left out: they determine how jobs run, not what a stage
     does.
     """
-    accepted = [check_override(stage, item) for item in given if not item.is_hydra_override()]
+    texts = [check_override(stage, item) for item in given if not item.is_hydra_override()]
+    # what a command line deletes, a measurement of its loop may delete again, which Hydra refuses
+    accepted = [
+        text for place, text in enumerate(texts) if text[0] != "~" or text not in texts[:place]
+    ]
     with hydra_of(stage):
         composed = compose(root_of(stage), overrides=accepted, return_hydra_config=True)
     choices = {group: composed.hydra.runtime.choices.get(group) for group in OPTION_GROUPS}
     choices |= several_options(given)
+    for group, chosen in choices.items():
+        for name in chosen if isinstance(chosen, list) else [chosen]:
+            require_one_file(group, name)
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
     for name in map(str, composed):
         if name not in GROUPS:
             raise UserError(f"{name}: there is no such group.{suggest(name, GROUPS)}")
     return {group: plain(composed, group) for group in stage.groups}, choices
+
+
+def require_one_file(group: str, name: str | None) -> None:
+    """Raise `UserError` for an option whose name several files have, unless they are copies: Hydra
+    reads only the first, without a word."""
+    places = [folder / group / f"{name}.yaml" for folder in conf_folders()]
+    found = [path for path in places if path.is_file()]
+    if len({path.read_bytes() for path in found}) > 1:
+        raise UserError(
+            f"{group}={name}: several files have that name, of which only the first would be read: "
+            f"{', '.join(map(str, found))}. Rename yours."
+        )
 
 
 def several_options(given: Sequence[Override]) -> dict[str, list[str]]:
@@ -255,7 +274,7 @@ def files(group: str) -> list[str]:
 
 def conf_folders() -> list[Path]:
     """The folders of configuration groups: this repository's conf/, then the user's folders."""
-    return [CONF, *extra_folders()]
+    return [*dict.fromkeys([CONF, *extra_folders()])]
 
 
 def extra_folders() -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -49,7 +50,8 @@ COMMANDS = ("--multirun", "--cfg", "--info", "--show", "--complete", "--hydra-he
 
 @dataclass
 class Flags:
-    """The arguments after the stage's name. values: flag -> its value, "" for a switch."""
+    """The arguments after the stage's name. values: flag -> its value, "" for a switch; the folders
+    of several --config-dir are separated as in PATH."""
 
     values: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
@@ -83,6 +85,8 @@ def read_flags(given: list[str], topics: tuple[str, ...] = ()) -> Flags:
             if not equals:
                 value = take(name, items, allowed)
             require_value(name, value, allowed)
+            if name == "--config-dir" and name in found:
+                value = os.pathsep.join([found.get(name), value])
             found.values[name] = value
         else:
             raise UserError(f"there is no flag '{item}'.{nearest(spelt, value, topics)}")
@@ -129,6 +133,12 @@ def require_consistent(values: Mapping[str, str], overrides: list[str]) -> None:
     """Raise `UserError` for flags that exclude one another."""
     if "--config" in values and (overrides or "--multirun" in values):
         raise UserError("--config holds all settings of a stage: give no others beside it.")
+    unread = [name for name in ("--cfg", "--info", "--help", "--hydra-help") if name in values]
+    if "--config" in values and unread:
+        raise UserError(
+            f"{unread[0]} does not read the file of --config. Give one of them; --show prints the "
+            "settings in the file."
+        )
     if ("--resolve" in values or "--package" in values) and "--cfg" not in values:
         raise UserError("--resolve and --package go with --cfg job, --cfg hydra or --cfg all.")
     commands = [name for name in COMMANDS if name in values]

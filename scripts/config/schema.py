@@ -182,13 +182,20 @@ class Settings:
 
         recipe: an experiment put before the chosen ones, whose values win. before, more: overrides
         put before and after the command line's own. The later value of a key wins; an option that
-        they choose replaces the command line's.
+        they choose replaces the command line's. Experiments that they choose are added to the
+        chosen ones, before or after them, and do not change the run's folder.
         """
+        front, back = parse(before), parse(more)
+        early, late = experiments_of(front), experiments_of(back)
         chosen = self.choices.get("experiment") or []
         experiments = [recipe] if recipe else []
-        experiments += [chosen] if isinstance(chosen, str) else chosen
-        first = [f"experiment=[{','.join(experiments)}]"] if experiments else []
-        front, back = parse([*before, *first]), parse(more)
+        experiments += [*early, *([chosen] if isinstance(chosen, str) else chosen), *late]
+        first = [f"experiment=[{','.join(dict.fromkeys(experiments))}]"] if experiments else []
+        place = [f"run.name='{self.run.name}'"] if early or late else []
+        front, back = (
+            [item for item in side if item.key_or_group != "experiment"] for side in (front, back)
+        )
+        front = [*parse(place), *front, *parse(first)]
         taken = {item.key_or_group for item in (*front, *back)} & set(OPTION_GROUPS)
         own = [
             item
@@ -196,6 +203,13 @@ class Settings:
             if understands(STAGES[stage], item) and item.key_or_group not in taken
         ]
         return load_settings(STAGES[stage], [*front, *own, *back])
+
+
+def experiments_of(overrides: Sequence[Override]) -> list[str]:
+    """The experiments that are chosen among some overrides."""
+    values = [item.value() for item in overrides if item.key_or_group == "experiment"]
+    listed = [value if isinstance(value, list) else [value] for value in values]
+    return [str(name) for names in listed for name in names if name is not None]
 
 
 def understands(stage: Stage, override: Override) -> bool:

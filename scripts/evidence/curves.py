@@ -64,12 +64,13 @@ def between(x: Sequence[float], y: ArrayLike, reached: ArrayLike) -> Floats:
     """The amounts [R] at which a quantity reaches `reached` (a number or [R]), by a power law
     between neighbouring points, and that of the last two points beyond them.
 
-    x [N]: amounts above 0, ascending; y [R, N]: values above 0 at them, which count as not falling:
+    x [N]: amounts above 0, ascending; y [R, N]: values from 0 at them, which count as not falling:
     one that is below an earlier one is raised to it. Infinite or 0 where a flat end is left.
     """
     amounts = np.log(np.asarray(x, float))
-    values = np.log(np.maximum.accumulate(np.atleast_2d(np.asarray(y, float)), axis=1))
-    wanted = np.log(np.broadcast_to(np.asarray(reached, float), len(values)))
+    risen = np.maximum.accumulate(np.atleast_2d(np.asarray(y, float)), axis=1)
+    values = np.log(np.maximum(risen, TINY))
+    wanted = np.log(np.maximum(np.broadcast_to(np.asarray(reached, float), len(values)), TINY))
     right = np.clip((values < wanted[:, None]).sum(1), 1, len(amounts) - 1)
     every = np.arange(len(values))
     low, high = values[every, right - 1], values[every, right]

@@ -7,7 +7,7 @@
 # More than one machine needs pdsh on the first one, this environment at the same path on all, and run.root on a shared file system.
 # NCCL variables of the environment (NCCL_SOCKET_IFNAME, ...) are passed on by the launcher when listed in .deepspeed_env.
 # STAGES: what to do, in this order (default: "generate train measure report"). PORT: of the first machine (default: 29500).
-# The script is safe to repeat: complete stages are skipped, interrupted ones continue.
+# The script is safe to repeat: complete stages are skipped, interrupted ones continue (leave out run.overwrite=true, which starts again).
 set -euo pipefail
 
 hostfile="${HOSTFILE:?set HOSTFILE to a file with one \"<host> slots=<gpus>\" line per machine}"

@@ -6,7 +6,7 @@
 # GPUS: processes on this machine (default: all visible GPUs; needed on a machine without any, where it counts CPU processes).
 # STAGES: what to do, in this order (default: "generate train measure report").
 # RESTARTS: how often a launch in which a process has died begins again by itself, from the newest state (default: 2).
-# The script is safe to repeat: complete stages are skipped, interrupted ones continue.
+# The script is safe to repeat: complete stages are skipped, interrupted ones continue (leave out run.overwrite=true, which starts again).
 set -euo pipefail
 
 # A store of its own for every attempt: torchrun 2.13 shares one, in which a restarted process waits for the dead.

@@ -23,7 +23,7 @@ from inference.decoding.draft_file import DRAFT_KEYS, read_draft
 from inference.folders import is_temporary
 from inference.hub.fetch import REVISION, fetch, is_published_name
 from inference.integrity import CHECKED, require_unchanged
-from inference.manifest import MANIFEST_FILE
+from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.report.model import REPORT_FILE, read_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
@@ -39,6 +39,8 @@ NO_DRAFTER = "none"
 """Value of chat.drafter and serve.drafter for plain decoding."""
 ALL = "all"
 """Value of run.drafter for every trained drafter of the run."""
+NO_DRAFT = ("sampled", "plain")
+"""Options of `decode` that set no draft: drafters keep their own."""
 SWEPT = "@"
 """Separates a row's name and its learning rate in the names of drafters that `loop.sweep`
 trains."""
@@ -264,9 +266,9 @@ def decode_settings(
     own = draft_settings(found, settings.decode, asked)
     if asked or settings.decode.adaptive_settings().active or found.checkpoint is None:
         return own
-    advised = advice(
-        found.checkpoint, target.info.revision, device_facts(target.device), batch, own.temperature
-    )
+    device, loading = device_facts(target.device), target.loading
+    revision, temperature = target.info.revision, own.temperature
+    advised = advice(found.checkpoint, revision, device, batch, temperature, loading=loading)
     if advised is None:
         return own
     print(f"{found.name}: {advised.line}", file=sys.stderr, flush=True)
@@ -274,9 +276,10 @@ def decode_settings(
 
 
 def asked_draft(settings: Settings) -> dict[str, Any]:
-    """The requested part of the draft, as decode.<key> or by an option that is not a chain."""
+    """The requested part of the draft, as decode.<key> or by an option that sets a draft."""
     decode = settings.decode
-    whole = settings.given("decode") and decode.shape not in ("none", "chain")
+    drafts = decode.shape != "none" and settings.choices.get("decode") not in NO_DRAFT
+    whole = settings.given("decode") and drafts
     named = [key for key in DRAFT_KEYS if whole or settings.given(f"decode.{key}")]
     return {key: getattr(decode, key) for key in named}
 
@@ -356,6 +359,20 @@ def answers_of(found: Found) -> list[Path] | None:
     if start:
         before = answers_of(at(Path(start))) if Path(start).is_dir() else None
     return None if before is None else [*before, *(path.parent for path in manifests)]
+
+
+def described(found: Iterable[Found]) -> dict[str, Any]:
+    """The drafters without a checkpoint, for a stage's record (`RunRecord.drafters`): name -> its
+    kind, its configuration, and the hashes of the checkpoints that it consists of."""
+    made = {}
+    for item in found:
+        if item.checkpoint is None:
+            config = plain(build(get_kind(item.kind).config_class, item.values, item.name))
+            parts = (part["checkpoint"] for part in config.get("parts", ()) if "checkpoint" in part)
+            files = [Path(part) / name for part in parts for name in CHECKED]
+            hashes = [file_sha256(file) for file in files if file.is_file()]
+            made[item.name] = {"kind": item.kind, **config, "weights": hashes}
+    return made
 
 
 def weight_files(found: Iterable[Found]) -> list[Path]:

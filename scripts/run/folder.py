@@ -36,7 +36,16 @@ from inference.target.revision import revision_of
 from inference.writers import Hold, clear, hold, is_writer_file
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, complete
-from scripts.run.process import Session, is_main_process, now, say, shown, this_session
+from scripts.run.process import (
+    Session,
+    is_main_process,
+    launch,
+    now,
+    restarted,
+    say,
+    shown,
+    this_session,
+)
 from scripts.run.revision import without_diff
 
 FORMAT = 1
@@ -53,14 +62,15 @@ OTHER_DEFAULTS = ("decode.compile", "sampling.compile")
 out."""
 FREE_KEYS = (
     "train.tracker.",
+    "generate.overwrite",
     *(
         f"features.{name}"
         for name in "servers states concurrency retries timeout_seconds token_variable".split()
     ),
     "features.ssl_cafile",
 )
-"""Prefixes of other such settings: they determine where figures are shown and which servers are
-asked, not a folder's content."""
+"""Prefixes of other such settings: they determine where figures are shown, which servers are asked
+and what is deleted first, not a folder's content."""
 
 
 @dataclass
@@ -76,6 +86,9 @@ class RunRecord:
     target: str = ""
     """Hash of the weights of a target in a local folder (`revision_of`); empty for others, and in
     records of earlier versions."""
+    drafters: dict[str, Any] = field(default_factory=dict)
+    """Drafter without a checkpoint -> its configuration (`scripts.run.drafters.described`); empty
+    in records of earlier versions, and of stages that read no such drafter."""
     choices: dict[str, Any] = field(default_factory=dict)
     """Option group -> chosen option."""
     seed: int = 0
@@ -89,9 +102,13 @@ class RunRecord:
     def complete(self) -> bool:
         return self.state == "complete"
 
+    def is_of_device(self, device: Mapping[str, Any]) -> bool:
+        """Whether the last process computed with `device` (`scripts.run.process.device`)."""
+        return [one.device for one in self.sessions[-1:]] == [device]
+
     def write(self, folder: Path) -> None:
         content = asdict(self)
-        for key in ("finished", "copied_from", "target"):
+        for key in ("finished", "copied_from", "target", "drafters"):
             if not content[key]:
                 del content[key]
         write_json(folder / RUN_FILE, content)
@@ -112,8 +129,9 @@ class StageFolder:
 
     @property
     def session(self) -> dict[str, Any]:
-        """This process, for manifests. Only run.json has the code's difference."""
+        """This process, for manifests. Only run.json has the code's difference and the launch."""
         found = asdict(self.record.sessions[-1])
+        del found["launch"]
         return {**found, "git": without_diff(found["git"])}
 
     def skip(self) -> bool:
@@ -158,45 +176,51 @@ def open_folder(
     path: Path,
     inputs: Sequence[Path] = (),
     *,
+    drafters: Mapping[str, Any] | None = None,
     stage_decides: bool = False,
     may_refuse: bool = False,
     several: bool = False,
+    repeats: bool = False,
 ) -> StageFolder:
-    """Open `path` for the stage in `settings`, which reads the files `inputs`, and hold it until
-    the stage ends (`inference.writers`).
+    """Open `path` for the stage in `settings`, which reads the files `inputs` and the `drafters`
+    without a checkpoint (`RunRecord.drafters`), and hold it until the stage ends
+    (`inference.writers`).
 
     Writes run.json and config.yaml (main process only) before the stage starts, so that an
     interrupted run is on record as well. stage_decides: the stage knows which changes matter, so it
     receives a changed folder instead of an error. may_refuse: the stage may still refuse a folder
     with results, so it does the writing (`StageFolder.write`). several: processes share the folder
-    by the stage's own rules. Raises `UserError` if the folder belongs to another run or stage,
-    contains files that no stage wrote, or another process writes to it.
+    by the stage's own rules. repeats: the stage's work is repeated in a complete folder, which is
+    held and recorded as if it were new. Raises `UserError` if the folder belongs to another run or
+    stage, contains files that no stage wrote, or another process writes to it.
     """
-    config = settings.run
-    hashes = {name_of(file, path, config.directory): file_sha256(file) for file in inputs}
-    if not config.overwrite:
-        done = complete_record(path, settings, hashes, stage_decides)
-        if done is not None:  # nothing is written, so the folder need not be held
+    config, overwrite = settings.run, overwrites(settings.run, path)
+    hashes = hashes_of(settings, path, inputs)
+    if not overwrite:
+        done = complete_record(path, settings, hashes, stage_decides, drafters)
+        if done is not None and not repeats:  # nothing is written, so the folder need not be held
             clear(path)  # left by a process that was killed while releasing it
             return done
     held = None if several else hold(path)
     if is_main_process():
-        if config.overwrite:
+        if overwrite:
             delete_own(path, settings.stage.name, "run.overwrite")
         require_free(path, settings.stage.name)
         sweep(path)
-    if not config.overwrite:
-        done = complete_record(path, settings, hashes, stage_decides)
-        if done is not None:  # completed by the process that held it until now
+    if not overwrite:
+        done = complete_record(path, settings, hashes, stage_decides, drafters)
+        if done is not None and not repeats:  # completed by the process that held it until now
             return replace(done, held=held).released()
     previous = read_record(path)
+    before = previous.sessions if previous and not (repeats and previous.complete) else []
     record = RunRecord(
         stage=settings.stage.name,
         inputs=hashes,
         target=target_weights(settings),
+        drafters=dict(drafters or {}),
         choices=settings.choices,
         seed=config.seed,
-        sessions=[*(previous.sessions if previous else []), this_session(settings)],
+        sessions=[*before, this_session(settings)],
     )
     folder = StageFolder(path, False, record, held, settings)
     kept = may_refuse and previous is not None and holds_results(path)
@@ -205,8 +229,36 @@ def open_folder(
     return folder
 
 
+def overwrites(config: RunConfig, path: Path) -> bool:
+    """Whether `run.overwrite` deletes the folder `path`. It does so once in a launch: processes
+    that the launcher starts again continue what the launch has begun."""
+    if not config.overwrite or not restarted():
+        return config.overwrite
+    record = read_record(path)
+    return record is None or all(one.launch != launch() for one in record.sessions)
+
+
+def hashes_of(settings: Settings, path: Path, inputs: Sequence[Path]) -> dict[str, str]:
+    """Name in the record of the folder `path` -> sha256, for input files."""
+    return {name_of(file, path, settings.run.directory): file_sha256(file) for file in inputs}
+
+
+def is_done(
+    settings: Settings, path: Path, inputs: Sequence[Path], *, stage_decides: bool = False
+) -> bool:
+    """Whether nothing is left to do in a folder, as `open_folder` decides; False for one of other
+    settings or inputs that it would refuse."""
+    hashes = hashes_of(settings, path, [file for file in inputs if file.is_file()])
+    decides = stage_decides or not settings.run.accept_changes
+    return complete_record(path, settings, hashes, decides) is not None
+
+
 def complete_record(
-    path: Path, settings: Settings, hashes: Mapping[str, str], stage_decides: bool
+    path: Path,
+    settings: Settings,
+    hashes: Mapping[str, str],
+    stage_decides: bool,
+    drafters: Mapping[str, Any] | None = None,
 ) -> StageFolder | None:
     """The folder if nothing is left to do in it, else None. Raises `UserError` for a folder of
     another stage, or of other settings unless the stage decides or they are accepted."""
@@ -218,7 +270,7 @@ def complete_record(
     if not holds_results(path) or (accepted and not previous.complete):
         changed = []
     else:
-        changed = changes(path, previous, settings, hashes)
+        changed = changes(path, previous, settings, hashes, drafters)
     if changed and not stage_decides and not accepted:
         raise UserError(
             f"'{path}' was made with other settings: {in_words(changed)}. Choose "
@@ -259,6 +311,17 @@ def named_file(name: str, folder: Path) -> Path:
     files relative to the working directory."""
     inside = Path(os.path.normpath(folder / name))
     return inside if inside.is_file() or name.startswith("..") else Path(name)
+
+
+def with_later(
+    settings: Settings, path: Path, inputs: Sequence[Path], later: Sequence[Path]
+) -> list[Path]:
+    """`inputs` and `later`, the input files that earlier versions did not record: a folder `path`
+    of theirs has `inputs` only, and is compared with these."""
+    continued = not settings.run.overwrite and holds_results(path)
+    previous = read_record(path) if continued else None
+    earlier = previous is not None and len(previous.inputs) <= len({*inputs})
+    return [*inputs, *(() if earlier else later)]
 
 
 def holds_results(path: Path) -> bool:
@@ -343,11 +406,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def changes(
-    path: Path, previous: RunRecord, settings: Settings, hashes: Mapping[str, str]
+    path: Path,
+    previous: RunRecord,
+    settings: Settings,
+    hashes: Mapping[str, str],
+    drafters: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """The differences from the settings and inputs that a folder was made with, in words."""
     old = read_config(path)
     before, after = comparable(old, settings.resolved)
+    if previous.drafters:
+        before |= flatten(previous.drafters, "drafters")
+        after |= flatten(drafters or {}, "drafters")
     before["run.seed"], after["run.seed"] = previous.seed, settings.run.seed
     known = previous.sessions[-1].working_directory if previous.sessions else ""
     run = old.get("run") or {}

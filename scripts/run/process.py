@@ -36,6 +36,9 @@ PACKAGES = (
 PROGRAMS = ("headstart", "cli.py", "__main__.py")
 """Names of the files that start the command line."""
 PROGRESS_SECONDS = 30.0
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "HEADSTART_RESTARTS")
+"""Variables that count how often a command was started again: by torchrun, by SLURM, and by
+scripts/launch/train.slurm."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Session:
     """Processes of the launch."""
     working_directory: str = ""
     """The folder that paths are relative to; empty in records of earlier versions."""
+    launch: str = ""
+    """See `launch`; empty in records of earlier versions."""
 
 
 def this_session(settings: Settings) -> Session:
@@ -63,10 +68,22 @@ def this_session(settings: Settings) -> Session:
         python=platform.python_version(),
         packages=versions(),
         device=device(settings),
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
+        processes=int(os.environ.get("WORLD_SIZE") or "1"),
         # a name that is not UTF-8 must not prevent the record of a run
         working_directory=str(Path.cwd()).encode("utf-8", "replace").decode(),
+        launch=launch(),
     )
+
+
+def launch() -> str:
+    """The name of the launch that this process belongs to, which stays when the launcher starts the
+    command again; empty without such a launcher."""
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def restarted() -> bool:
+    """Whether a launcher has started this command before, in the same launch."""
+    return any(os.environ.get(name, "") not in ("", "0") for name in RESTARTS)
 
 
 def command_line(settings: Settings) -> list[str]:
@@ -110,16 +127,17 @@ def prepare_process(config: RunConfig) -> None:
 
 def say_what_debug_means(settings: Settings) -> None:
     """Print that the numbers of a run with `debug=fast` are meaningless."""
-    if settings.choices.get("debug"):
+    chosen = settings.choices.get("debug") or ()
+    if "fast" in ([chosen] if isinstance(chosen, str) else chosen):
         say(
-            f"debug={settings.choices['debug']}: a few training steps on a few prompts show that "
+            "debug=fast: a few training steps on a few prompts show that "
             "every stage works; they cannot teach a drafter. For numbers, leave debug out."
         )
 
 
 def is_main_process() -> bool:
     """Whether this is rank 0 of a launched job, or the only process."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return int(os.environ.get("RANK") or "0") == 0
 
 
 def say(text: str) -> None:
@@ -155,7 +173,11 @@ def result_facts(settings: Settings, target: TargetModel) -> dict[str, Any]:
     return {
         "format": 1,
         "command": shlex.join(["headstart", settings.stage.name, *settings.arguments]),
-        "target": {"id": target.info.id, "revision": target.info.revision},
+        "target": {
+            "id": target.info.id,
+            "revision": target.info.revision,
+            **({"loading": target.loading} if target.loading else {}),
+        },
         "device": device_facts(target.device),
     }
 

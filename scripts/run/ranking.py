@@ -45,6 +45,8 @@ class JobRecord:
     status: int = 0
     """Exit status."""
     error: str = ""
+    interrupted: bool = False
+    """Whether a signal ended it before it was complete; the jobs after it have not begun."""
     value: float | None = None
     """The value that a sweeper maximises: tau of a training, speedup of a measurement."""
     reached: Reached = field(default_factory=Reached)
@@ -61,7 +63,8 @@ def read_records(folder: Path) -> list[JobRecord]:
 
 def result_of(settings: Settings) -> tuple[float | None, Reached]:
     """The value that a finished stage reached, and its place. train: the best tau; measure: the
-    best drafter's speedup; loop: the tau of its best trained drafter. Other stages have none."""
+    best drafter's speedup; loop: the best tau of the drafters that it trains itself, since other
+    jobs may train theirs in the same run. Other stages have none."""
     stage, run = settings.stage.name, settings.run.directory
     if stage == "train" and (stage_folder(settings) / MANIFEST_FILE).is_file():
         folder = stage_folder(settings)
@@ -77,14 +80,23 @@ def result_of(settings: Settings) -> tuple[float | None, Reached]:
         return None, Reached()
     entries = read_report(file).drafters
     if stage == "loop":
-        entries = [item for item in entries if item.path] or entries
-    if not entries:  # of a server, which has no drafters of ours
+        own = trained_names(settings)
+        entries = [item for item in entries if item.path and item.name in own]
+    if not entries:  # as of a server, which has no drafters of ours
         return None, Reached(shown(file.parent))
     value = "speedup" if stage == "measure" else "tau"
     best = max(entries, key=lambda item: getattr(item, value) or 0.0)
     tau_ci95, speedup_ci95 = pair(best.tau_ci95), pair(best.speedup_ci95)
     facts = (best.tau, tau_ci95, best.speedup, speedup_ci95)
     return getattr(best, value), Reached(shown(file.parent), best.name, *facts)
+
+
+def trained_names(settings: Settings) -> set[str]:
+    """The names with which a measurement has the drafters that a loop trains."""
+    loop = settings.loop
+    recipes = loop.recipes or (() if loop.rows else (None,))
+    trained = (settings.derive("train", recipe) for recipe in recipes)
+    return {*loop.rows, *(stage_folder(one).name for one in trained)}
 
 
 def pair(bounds: Sequence[float]) -> tuple[float, float]:
@@ -115,6 +127,8 @@ def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
             "speedup": interval(reached.speedup, reached.speedup_ci95),
         }
         state = "done" if not record.status else f"failed ({record.status})"
+        if record.interrupted:
+            state = "interrupted"
         table.add_row(
             str(record.number), *record.swept.values(), *(cells[name] for name in numbers), state
         )

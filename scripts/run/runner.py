@@ -22,6 +22,10 @@ INCOMPLETE = 3
 """Exit status of a stage that is asked whether it is complete and is not."""
 
 
+class StoppedError(UserError):
+    """A signal ended a step of a loop before it was complete."""
+
+
 def run_stage(
     stage: Stage,
     overrides: Sequence[str],
@@ -92,6 +96,10 @@ def output_folder(settings: Settings) -> Path:
 
 
 def is_complete(settings: Settings) -> bool:
-    """Whether nothing is left to do. A stage that a signal stopped also ends without an error."""
+    """Whether nothing is left to do. A stage that a signal stopped also ends without an error. A
+    recorded stage also compares its settings and inputs with those of its folder."""
     record = read_record(output_folder(settings))
-    return record is not None and record.complete
+    if record is None or not record.complete:
+        return False
+    stage = settings.stage
+    return not stage.recorded or bool(importlib.import_module(stage.module).is_complete(settings))

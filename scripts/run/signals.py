@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
@@ -83,13 +84,19 @@ def handler_of(owner: int) -> Handler:
             signal.signal(other, signal.SIG_IGN)
         if os.environ.get("RANK", "0") in ("", "0"):
             name = signal.Signals(number).name
-            line = "nothing is lost; the same command continues where this one stopped."
+            line = f"nothing is lost; {continued_by(sys.argv)} continues where this one stopped."
             with suppress(OSError):
                 # bypasses Python's own buffers, which the signal may have interrupted
                 os.write(2, f"\nheadstart: {name}: {line}\n".encode())
         raise SystemExit(0)
 
     return leave
+
+
+def continued_by(given: Sequence[str]) -> str:
+    """The command that continues an interrupted one, in words. given: its arguments."""
+    begins = any(item.lstrip("+").lower() == "run.overwrite=true" for item in given)
+    return f"the same command{' without run.overwrite=true' if begins else ''}"
 
 
 def in_finaliser(frame: FrameType | None) -> bool:

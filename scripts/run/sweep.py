@@ -29,13 +29,14 @@ from omegaconf import OmegaConf
 
 from heads.api.errors import UserError, suggest
 from scripts.config.compose import force, hydra_of, parse, require_key, root_of
-from scripts.config.schema import load_settings
+from scripts.config.own import RunConfig
+from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import RECIPE_GROUPS, STAGES, Stage
 from scripts.run import optuna_sweeper
-from scripts.run.folder import require_answers
+from scripts.run.folder import require_answers, stage_folder
 from scripts.run.process import is_main_process
 from scripts.run.ranking import JobRecord, print_ranking, read_records, result_of
-from scripts.run.runner import run_one
+from scripts.run.runner import StoppedError, run_one
 
 PLUGINS = {
     "hydra/launcher": {
@@ -51,7 +52,20 @@ QUIET = ("hydra/hydra_logging=none", "hydra/job_logging=none")
 """Default settings of a sweep: log lines of libraries stay out of the output."""
 DRAWN = re.compile(r"-?\d*\.\d{7,}(e-?\d+)?")
 NAMED = ("measure", "audit", "watch")
-"""Stages whose jobs are distinguished by <stage>.name; the jobs of other stages by run.drafter."""
+"""Stages whose jobs are distinguished by <stage>.name."""
+TRAINED = ("train", "plan", "import", "loop")
+"""Stages whose jobs are distinguished by run.drafter."""
+OWN_RUN = {
+    "generate": (),
+    "refresh": (),
+    "feedback": ("feedback.answers", "feedback.records"),
+    "traffic": ("traffic.drafters",),
+}
+"""Stages with one folder per run, whose jobs are distinguished by run.name -> the settings of which
+one names their input, which they would look for in the job's own run."""
+ANSWERING = (*(group for group in STAGES["generate"].groups if group != "run"), "run.seed", "debug")
+"""Settings that change a loop's answers, which all drafters of a run share."""
+STOPPED = "it was stopped before it was complete. Repeating the command continues there."
 
 
 def run(stage: Stage, given: Sequence[Override], multirun: bool) -> int:
@@ -79,7 +93,8 @@ def run_single(hydra: Hydra, stage: Stage, own: list[Override], hydras: Mapping[
     load_settings(stage, own)  # its errors are clearer than Hydra's
     folder = f"hydra.run.dir={FOLDER % ('hydra', stage.name)}"
     texts = [*map(force, own), *({"hydra.run.dir": folder} | dict(hydras)).values()]
-    done = hydra.run(root_of(stage), partial(run_job, stage.name, (), 1), texts)
+    fixed = tuple(item.key_or_group for item in own)
+    done = hydra.run(root_of(stage), partial(run_job, stage.name, fixed, 1), texts)
     assert done.hydra_cfg is not None
     folder = str(OmegaConf.select(done.hydra_cfg, "hydra.runtime.output_dir"))
     return worst(read_records(Path(folder)))
@@ -101,27 +116,29 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
         require_key(stage, item)
     total = 0
     if sweeper == "basic":
-        jobs = combine(stage, own)
-        for job in jobs:  # all jobs are checked before the first one starts
-            settings = load_settings(stage, job)
-            if stage.name == "train":
-                require_answers(settings)
+        # all jobs are checked before the first one starts
+        jobs = [load_settings(stage, job) for job in combine(stage, own)]
+        require_own_places(jobs)
+        for settings in jobs if stage.name == "train" else ():
+            require_answers(settings)
         total = len(jobs)
     if sweeper == "optuna":
         hydras = {**optuna_sweeper.defaults(composed), **hydras}
         total = int(composed.hydra.sweeper.n_trials)
     folder = Path(str(composed.hydra.sweep.dir))
     hydras["hydra.sweep.dir"] = f"hydra.sweep.dir='{folder}'"  # this fixes the folder's time
-    swept = tuple(item.key_or_group for item in own if item.is_sweep_override())
+    fixed = tuple(item.key_or_group for item in own if not item.is_sweep_override())
     texts = [*map(force, own), *hydras.values()]
     try:
-        task = partial(run_job, stage.name, swept, total)
+        task = partial(run_job, stage.name, fixed, total)
         if sweeper == "optuna":
             final = hydra.compose_config(root_of(stage), texts, RunMode.MULTIRUN)
             optuna_sweeper.search(hydra, final, task)
         else:
             hydra.multirun(root_of(stage), task, texts, with_log_configuration=False)
-    except UserError:  # the search ends with a failed job, whose record has the error itself
+    except (UserError, SystemExit):
+        # the search ends with a failed job, and a sweep with an interrupted one; the record has the
+        # error itself
         if not any(record.error for record in read_records(folder)):
             raise
     finally:
@@ -140,22 +157,31 @@ def worst(records: Sequence[JobRecord]) -> int:
     return max((record.status for record in records), default=0)
 
 
-def run_job(stage_name: str, swept: tuple[str, ...], total: int, config: Any) -> float | None:
-    """One job, wherever the launcher runs it; returns its value. config: composed by Hydra; the
-    stage composes again with its own checks."""
+def run_job(stage_name: str, fixed: tuple[str, ...], total: int, config: Any) -> float | None:
+    """One job, wherever the launcher runs it; returns its value. fixed: the keys that are the same
+    in all jobs; a sweeper may add others than the listed ones. config: composed by Hydra; the stage
+    composes again with its own checks. A signal raises `SystemExit`, which ends the sweep."""
     whole: Any = HydraConfig.instance().cfg
     assert whole is not None, "Hydra runs the jobs"
     hydra, stage = whole.hydra, STAGES[stage_name]
-    job, keys = name_job(stage, [str(item) for item in hydra.overrides.task], swept)
+    job, keys = name_job(stage, [str(item) for item in hydra.overrides.task], fixed)
     number = int(OmegaConf.select(whole, "hydra.job.num", default=0) or 0) + 1
     record = JobRecord(number, stage.name, job, keys)
-    if swept:
+    if keys:
         print(heading(stage, job, number, total), flush=True)
     try:
         with as_command(stage, job):
             settings = load_settings(stage, job)
             record.status = run_one(settings)
         record.value, record.reached = result_of(settings)
+    except StoppedError as error:
+        record.status, record.error, record.interrupted = 2, str(error), True
+        raise SystemExit(record.status) from error
+    except (SystemExit, KeyboardInterrupt) as signal:
+        # after a scheduler's signal a stage alone ends with 0, like a complete one
+        record.status = getattr(signal, "code", 130) or 2
+        record.error, record.interrupted = STOPPED, True
+        raise
     except UserError as error:  # reported after the ranking; the other jobs still run
         record.status, record.error = 2, str(error)
     except Exception as error:
@@ -195,7 +221,14 @@ def heading(stage: Stage, job: Sequence[str], number: int, total: int) -> str:
 
 
 def expand(stage: Stage, given: Sequence[Override]) -> list[list[str]]:
-    """The overrides of every job of a sweep over listed values."""
+    """The overrides of every job of a sweep over listed values. Raises `UserError` for a sweeper
+    that chooses values by the results of earlier jobs."""
+    sweepers = [str(item.value()) for item in given if item.key_or_group == "hydra/sweeper"]
+    if sweepers and sweepers[-1] != "basic":
+        raise UserError(
+            f"hydra/sweeper={sweepers[-1]} chooses the values of its jobs while they run, so they "
+            "cannot be shown before. Give single values without -m to see the settings of one job."
+        )
     with hydra_of(stage) as hydra:
         own = [item for item in given if not item.is_hydra_override()]
         return combine(stage, parse(own, hydra.config_loader))
@@ -203,8 +236,8 @@ def expand(stage: Stage, given: Sequence[Override]) -> list[list[str]]:
 
 def combine(stage: Stage, own: Sequence[Override]) -> list[list[str]]:
     """Every combination of the values listed in the overrides, in order, each with a name."""
-    swept = tuple(item.key_or_group for item in own if item.is_sweep_override())
-    if not swept:
+    fixed = tuple(item.key_or_group for item in own if not item.is_sweep_override())
+    if len(fixed) == len(own):
         raise UserError(
             "-m runs a stage for several values, but none are listed. Write for instance "
             "head=medusa,eagle3."
@@ -221,43 +254,89 @@ def combine(stage: Stage, own: Sequence[Override]) -> list[list[str]]:
         if not values:
             raise UserError(f"'{item.input_line}' matches no option.")
         choices.append([f"{key}={value}" for value in values] if key else [str(item.input_line)])
-    return [name_job(stage, job, swept)[0] for job in itertools.product(*choices)]
+    return [name_job(stage, job, fixed)[0] for job in itertools.product(*choices)]
 
 
-SELECTING = ("export", "push", "tune")
-"""Stages in which `run.drafter` selects a drafter, and names no folder."""
-SELECTS = ("run.drafter", "tune.drafter")
+SELECTS = ("run.drafter", "tune.drafter", *RECIPE_GROUPS)
 """Keys by which `tune` selects a drafter."""
 
 
 def name_job(
-    stage: Stage, job: Sequence[str], swept: Sequence[str]
+    stage: Stage, job: Sequence[str], fixed: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
     """The overrides of a job with a unique name, so that no two jobs write to one folder, and the
-    values of the swept keys. `head=medusa,eagle3` needs no further name."""
+    values of the swept keys, which are all but `fixed`. `head=medusa,eagle3` needs no further
+    name."""
     texts = [text.removeprefix("++") for text in job]
     values = dict(text.split("=", 1) for text in texts if "=" in text)
-    found = {key: values[key] for key in swept if key in values}
-    named = [key for key in found if key not in ("run.name", "head", *RECIPE_GROUPS)]
-    if stage.name in NAMED:
-        named, key = [key for key in found if key != "run.name"], f"{stage.name}.name"
-    else:
-        key = "run.drafter"
+    found = {key: value for key, value in values.items() if key not in fixed}
+    named = [key for key in found if key != "run.name"]
     if stage.name == "tune" and (others := [key for key in named if key not in SELECTS]):
         raise UserError(
             f"a sweep of `tune` over {', '.join(others)} would write every job of a drafter to one "
             "folder and one decode.yaml. Sweep tune.drafter or run.name alone."
         )
-    if not named or key in values or stage.name in SELECTING:
+    key = naming_key(stage, texts, named)
+    if key == "run.drafter":
+        named = [name for name in named if name != "head"]
+    run = load_settings(stage, texts).run.name if key == "run.name" else ""
+    if run and "run.name" not in values and run != RunConfig().name:  # that of the recipe
+        named = [name for name in named if name not in RECIPE_GROUPS]
+    if not key or not named or (key in values and not run):
         return texts, found
-    label = [values["head"]] if "head" in values and stage.name not in NAMED else []
+    label = [values["head"]] if "head" in values and key == "run.drafter" else []
     label += [f"{name.split('.')[-1]}={short(values[name])}" for name in named]
     folder = re.sub(r"[^\w.=-]", "_", "-".join(label))
-    if stage.name == "loop":
-        settings = load_settings(stage, texts)
-        if settings.loop.recipes or settings.loop.sweep:  # these name their drafters themselves
-            key, folder = "run.name", f"{settings.run.name}-{folder}"
+    folder = f"{run}-{folder}" if run else folder
     return [*texts, f"{key}='{folder}'"], found
+
+
+def naming_key(stage: Stage, job: Sequence[str], named: Sequence[str]) -> str:
+    """The key that names the folder of a job whose value of the keys `named` is its own; empty for
+    a stage that has no folder, or one that its other settings name. Raises `UserError` if the job
+    would not find its input in a run of its own."""
+    if stage.name in NAMED:
+        return f"{stage.name}.name"
+    if stage.name in OWN_RUN:
+        inputs, keys = OWN_RUN[stage.name], {text.partition("=")[0] for text in job}
+        if named and inputs and not keys & {*inputs}:
+            raise UserError(
+                f"a sweep of `{stage.name}` over {', '.join(named)} gives every job a run of its "
+                f"own, where it finds no input. Name it: {' or '.join(inputs)}=[<folder>]."
+            )
+        return "run.name"
+    if stage.name == "loop":
+        loop = load_settings(stage, job).loop
+        # recipes and rows name their drafters themselves
+        shared = any(key in ANSWERING or key.split(".")[0] in ANSWERING for key in named)
+        return "run.name" if loop.recipes or loop.sweep or shared else "run.drafter"
+    return "run.drafter" if stage.name in TRAINED else ""
+
+
+def require_own_places(jobs: Sequence[Settings]) -> None:
+    """Raise `UserError` if two jobs write to one folder."""
+    known: set[Path] = set()
+    for settings in jobs:
+        place = place_of(settings)
+        if place in known:
+            raise UserError(
+                f"two jobs of this sweep would write to '{place}'. List values that differ in "
+                "more than special characters, and leave out run.drafter and <stage>.name, which "
+                "every job is given."
+            )
+        known |= {place} if place is not None else set()
+
+
+def place_of(settings: Settings) -> Path | None:
+    """The folder that is a job's own; None for a stage without one."""
+    name, run = settings.stage.name, settings.run
+    if name in NAMED:
+        return run.directory / str(getattr(settings, name).name)
+    if name in OWN_RUN:
+        return run.directory
+    if name == "loop" and (settings.loop.recipes or settings.loop.sweep):
+        return run.directory
+    return stage_folder(settings) if name in ("train", "plan", "loop") else None
 
 
 def short(value: str) -> str:

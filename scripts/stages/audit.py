@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from heads.api.checkpoint import new_drafter
@@ -21,7 +20,7 @@ from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
-from scripts.run.folder import open_folder, require_run
+from scripts.run.folder import StageFolder, open_folder, require_run
 from scripts.run.process import console, prepare_process, progress, say, shown
 from scripts.run.prompts import bench_of, load, prompt_files
 
@@ -35,10 +34,13 @@ def run(settings: Settings) -> int:
     found = named or list(drafters.list_trained(settings.run).values())
     found += [drafters.find(kind, settings.run) for kind in config.kinds]
     files = [*drafters.weight_files(found), *prompt_files(bench_of(settings).prompts)]
-    folder = open_folder(settings, out, files, stage_decides=True)
+    untrained = drafters.described(found)
+    folder = open_folder(
+        settings, out, files, drafters=untrained, stage_decides=True, may_refuse=True
+    )
     if not folder.skip():
         prepare_process(settings.run)
-        examine(settings, found, out, folder.session["git"])
+        examine(settings, found, folder)
         folder.finish()
     audit = read(out)
     print_summary(audit, console())
@@ -46,7 +48,7 @@ def run(settings: Settings) -> int:
     return 0 if audit.verdict.lossless else 1
 
 
-def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str, Any]) -> None:
+def examine(settings: Settings, found: Sequence[Found], folder: StageFolder) -> None:
     """Run the audit of the drafters and write audit.json and audit.md."""
     config, decode, head = settings.audit, settings.decode, settings.head
 
@@ -71,6 +73,7 @@ def examine(settings: Settings, found: Sequence[Found], out: Path, git: dict[str
         prompts = load(settings).prompts
         findings = run_audit(config, decode, load_target, contestants, prompts, show)
     given = {"audit": asdict(config), "decode": asdict(decode), "dtype": settings.target.dtype_name}
-    audit = make_audit(findings, given, {**process_facts(), "git": git})
-    write(audit, out)
-    write_markdown(audit, out)
+    audit = make_audit(findings, given, {**process_facts(), "git": folder.session["git"]})
+    folder.write()
+    write(audit, folder.path)
+    write_markdown(audit, folder.path)

@@ -21,9 +21,10 @@ from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from inference.target.settings import loading_text
 from inference.writers import turn
 from scripts.config.schema import Settings, load_settings
-from scripts.run.folder import open_folder, require_answers
+from scripts.run.folder import open_folder, overwrites, require_answers
 from scripts.run.process import is_main_process, prepare_process, shown
 from train.features.base import FeatureTarget
 from train.features.document_target import document_target
@@ -31,7 +32,6 @@ from train.features.remote.server import serve
 from train.features.store.claims import Claims
 from train.features.store.writer import StoreJob, gib, needs_of, write_features
 from train.target.parts import load_parts
-from train.target.settings import loading_of
 
 Head = tuple[str, str, Any]
 """(name, kind, configuration) of a head whose features are stored."""
@@ -51,7 +51,14 @@ def run(settings: Settings) -> None:
             length = settings.train.sequence_length
             answers = require_answers(settings) if features.source == "responses" else Path()
             runner = document_target(features, answers, target, needs, length)
-        serve(runner, features, settings.engine.dtype, needs, say, loading_of(settings.target))
+        serve(
+            runner,
+            features,
+            settings.engine.dtype,
+            needs,
+            say,
+            loading_text(settings.target.unusual),
+        )
         return
     write(settings, all_heads(settings))
 
@@ -73,7 +80,7 @@ def write(settings: Settings, heads: tuple[Head, ...]) -> None:
         load=loader(settings),
     )
     with turn(job.folder):  # other writers may be starting at the same moment
-        if settings.run.overwrite and is_main_process():
+        if overwrites(settings.run, job.folder) and is_main_process():
             require_no_writers(job.folder)
         inputs = [answers / MANIFEST_FILE]
         folder = open_folder(settings, job.folder, inputs, stage_decides=True, several=True)

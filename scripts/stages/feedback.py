@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE
 from inference.target.model import TargetModel
 from inference.verifications import FACTS_FILE
 from scripts.config.schema import Settings
-from scripts.run.folder import open_folder, require_run
+from scripts.run.folder import open_folder, require_run, with_later
 from scripts.run.process import is_main_process, prepare_process, say, shown
+from train.data.answers import read_answers
 from train.feedback.branches import BRANCHES, write_branches
 from train.feedback.build import build, summary
 from train.feedback.variations import VARIATIONS, write_variations
@@ -20,7 +22,8 @@ from train.recording import RECORDS
 
 
 def run(settings: Settings) -> None:
-    """Write the folder; one made from the same inputs is left unchanged."""
+    """Write the folder; one made from the same inputs is left unchanged, one made from others
+    refused, as when a server has recorded more since."""
     prepare_process(settings.run)
     config, out = settings.feedback, settings.run.directory / "feedback"
     named = config.answers or (str(settings.run.directory / "generate"),)
@@ -42,7 +45,9 @@ def run(settings: Settings) -> None:
             "records. Give the missing ones, or set both to 0."
         )
     inputs = [folder / MANIFEST_FILE for folder in answers if (folder / MANIFEST_FILE).is_file()]
-    folder = open_folder(settings, out, [*inputs, *(one / FACTS_FILE for one in records)])
+    inputs += [one / FACTS_FILE for one in records]
+    tables = [path for one in records for path in sorted(one.glob("*.parquet"))]
+    folder = open_folder(settings, out, with_later(settings, out, inputs, tables))
     if folder.skip() or not is_main_process():
         return
     info = TargetFacts.load(settings.target).info if config.sequences else None
@@ -52,6 +57,9 @@ def run(settings: Settings) -> None:
     manifest = build(records, answers, out, config, folder.session, info=info)
     if config.variations:  # after everything that may be refused: they take longest
         target = TargetModel.load(settings.target)
-        write_variations(target, pairs, out / VARIATIONS, config, settings.run.seed)
+        data: dict[str, Any] = read_answers(answers[0]).get("data", {})
+        arguments = data.get("template_arguments")  # with which the answers' prompts were rendered
+        seed = settings.run.seed
+        write_variations(target, pairs, out / VARIATIONS, config, seed, (), arguments)
     folder.finish()
     say(f"{summary(manifest)}\nTrain on it with run.answers={shown(out)}")

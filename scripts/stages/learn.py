@@ -34,10 +34,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SETTINGS_FILE = "settings.yaml"
 """The command with which `headstart serve` starts its learner."""
+SERVED = "only served answers are learnt from; of `feedback`, the weights and replay count"
+UNREAD = {
+    "train.domains": "all sampled traffic is learnt from",
+    "train.prompts": "checkpoints are chosen on traffic that learn.held_out takes",
+    "train.goal": "a training ends after train.max_steps or train.patience",
+    "train.refresh": "a training continues from the drafter that serves (learn.drafter beside an "
+    "engine)",
+    "feedback.records": "what is learnt from is the traffic in learn.folder",
+    "feedback.answers": "what is learnt from is the traffic in learn.folder",
+    "feedback.sequences": "what is learnt from is the traffic in learn.folder",
+    "feedback.hard_prompts": SERVED,
+    "feedback.branch": SERVED,
+    "feedback.variation": SERVED,
+}
+"""Beginning of settings that no cycle reads -> what counts instead."""
 
 
 def run(settings: Settings) -> None:
     """Learn until `learn.cycles` cycles have ended, or until a signal arrives."""
+    require_read(settings)
     try:  # the server's package needs an extra
         from train.learning.cycle import Learner
         from train.learning.journal import writing
@@ -74,6 +90,17 @@ def run(settings: Settings) -> None:
 
         show(journal)
         Learner(cycle, server, journal, show=show).run()
+
+
+def require_read(settings: Settings) -> None:
+    """Raise `UserError` if a setting is given that learning from traffic does not read."""
+    for key in (*(str(item.key_or_group) for item in settings.overrides), *settings.changed):
+        for name, instead in UNREAD.items():
+            if key.startswith(name):
+                raise UserError(
+                    f"{key} is given, but `headstart learn` does not read it: {instead}. Leave it "
+                    "out."
+                )
 
 
 def learn_folder(given: str, settings: Settings) -> Path:
@@ -200,12 +227,14 @@ def start_learner(
     settings: Settings, folder: Path, whom: Sequence[str], tokens: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a learner with the server's own settings and `serve.learn_settings`. whom: settings
-    that say for which server; tokens: environment variables that it needs."""
+    that say for which server; tokens: environment variables that it needs. Raises `UserError` for
+    settings that it does not read."""
     more = [*whom, f"learn.folder='{folder.resolve()}'", f"learn.parent={os.getpid()}"]
     derived = settings.derive("learn", before=settings.serve.learn_settings, more=more)
+    require_read(derived)
     path = folder / SETTINGS_FILE
     write_settings(derived, path)
-    command = [sys.executable, "-m", "scripts.cli", "learn", "--config", str(path)]
+    command = [sys.executable, "-m", "headstart", "learn", "--config", str(path)]
     return subprocess.Popen(command, env={**os.environ, **tokens}, stdin=subprocess.DEVNULL)
 
 

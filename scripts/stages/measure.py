@@ -52,7 +52,10 @@ def measure_run(
         )
     found, bench = chosen(settings.measure, settings.run), bench_of(settings)
     files = [*drafters.weight_files(found), *prompt_files(bench.prompts)]
-    folder = open_folder(settings, out, files, stage_decides=True)
+    untrained = drafters.described(found)
+    folder = open_folder(
+        settings, out, files, drafters=untrained, stage_decides=True, may_refuse=True
+    )
     if not folder.skip():
         prepare_process(settings.run)
         target = load_target(settings.target)
@@ -69,6 +72,7 @@ def measure_run(
             revision=loaded.revision,
             recording=recording,
             leaks=leaks,
+            accepted=folder.write,
         )
         folder.finish()
     return out / REPORT_FILE
@@ -78,7 +82,8 @@ def measure_running(settings: Settings, out: Path) -> Path:
     """Measure the server of `bench.server` instead of drafters; returns report.json's path. The
     target is not loaded; only its tokenizer is, if messages have to be rendered."""
     bench = bench_of(settings)
-    folder = open_folder(settings, out, prompt_files(bench.prompts), stage_decides=True)
+    files = prompt_files(bench.prompts)
+    folder = open_folder(settings, out, files, stage_decides=True, may_refuse=True)
     if not folder.skip():
         renders = bench.serving.api == "completions"
         tokenizer = load_tokenizer(settings.target) if renders else None
@@ -89,6 +94,7 @@ def measure_running(settings: Settings, out: Path) -> Path:
             out,
             provenance=provenance(folder),
             tokenizer=tokenizer,
+            accepted=folder.write,
         )
         folder.finish()
     return out / REPORT_FILE

@@ -14,8 +14,16 @@ from typing import Any
 from heads.api.checkpoint import weights_file
 from inference.manifest import MANIFEST_FILE
 from scripts.config.schema import Settings
-from scripts.run.folder import answers_folder, open_folder, require_answers, stage_folder
+from scripts.run.folder import (
+    answers_folder,
+    is_done,
+    open_folder,
+    require_answers,
+    stage_folder,
+    with_later,
+)
 from scripts.run.process import prepare_process, say, shown
+from scripts.run.prompts import prompt_files
 from train.config import TrainingJob
 from train.data.answers import held_out_prompts
 from train.run import train
@@ -25,7 +33,7 @@ def run(settings: Settings) -> None:
     """Train, continuing an interrupted folder; a complete one is left unchanged."""
     require_answers(settings)
     job = job_of(settings)
-    folder = open_folder(settings, job.out, inputs_of(job))
+    folder = open_folder(settings, job.out, inputs_of(settings, job))
     if folder.skip():
         return
     prepare_process(settings.run)
@@ -34,12 +42,21 @@ def run(settings: Settings) -> None:
     say(summary(manifest, job.out))
 
 
-def inputs_of(job: TrainingJob) -> list[Path]:
-    """The input files of the training: the answers, and the weights of an adapter's base, which are
-    part of the drafter."""
-    start, answers = job.config.refresh, job.data / MANIFEST_FILE
-    base = weights_file(Path(start.init_from))
-    return [answers, base] if start.adapter and base.is_file() else [answers]
+def is_complete(settings: Settings) -> bool:
+    """Whether the training is complete and of these settings and inputs."""
+    job = job_of(settings)
+    return is_done(settings, job.out, inputs_of(settings, job))
+
+
+def inputs_of(settings: Settings, job: TrainingJob) -> list[Path]:
+    """The input files of the training: the answers, the weights that it starts from, and the
+    prompts that tau is measured on."""
+    start, base = job.config.refresh, weights_file(Path(job.config.refresh.init_from))
+    begins = [base] if start.init_from and base.is_file() else []
+    # a manifest among the inputs stands for a folder of answers (`drafters.answers_of`)
+    prompts = [file for file in prompt_files(*job.config.prompts) if file.name != MANIFEST_FILE]
+    former = [job.data / MANIFEST_FILE, *(begins if start.adapter else [])]
+    return with_later(settings, job.out, former, [*begins, *prompts])
 
 
 def job_of(settings: Settings) -> TrainingJob:

@@ -10,45 +10,77 @@ predicted speed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from heads.api.checkpoint import CONFIG_FILE, weights_file
 from heads.api.errors import UserError
-from inference.decoding.decode_file import require_tuned, write_tuned
+from heads.api.reading import read_object
+from inference.decoding.decode_file import DECODE_FILE, HEADLINE, require_tuned, write_tuned
 from inference.decoding.draft import Draft
 from inference.engines.settings import engine_settings, greedy_drafts, known_least
 from inference.manifest import checkpoint_hash, write_json
 from inference.measure.datasets import load_bench_prompts
 from inference.target.model import TargetModel
 from inference.tune.table import tune_table
-from inference.tune.tuner import Tuner
+from inference.tune.tuner import Tuner, TuneRow
 from scripts.config.schema import Settings
 from scripts.run import drafters
 from scripts.run.drafters import Found
-from scripts.run.folder import open_folder
-from scripts.run.process import console, prepare_process, result_facts, say, shown
-from scripts.run.prompts import validation_prompts
+from scripts.run.folder import open_folder, read_record
+from scripts.run.process import console, device, prepare_process, result_facts, say, shown
+from scripts.run.prompts import prompt_files, validation_prompts
 
 TUNE_FILE = "tune.json"
 
 
 def run(settings: Settings) -> None:
-    """Tune, write decode.yaml and tune.json, and show the chosen drafts."""
-    config, found, screen = settings.tune, chosen(settings), console()
+    """Tune, write decode.yaml and tune.json, and show the chosen drafts; a complete tuning is only
+    shown again."""
+    if settings.given("decode.temperature") and not settings.given("tune.temperatures"):
+        asked = (settings.decode.temperature,)
+        settings = settings.put(tune=replace(settings.tune, temperatures=asked))
+    found, screen = chosen(settings), console()
     require_tuned(found.folder)
-    files = [found.folder / CONFIG_FILE, weights_file(found.folder)]
-    weights = checkpoint_hash(found.folder)
-    folder = open_folder(
-        settings, settings.run.directory / "tune" / found.name, files, stage_decides=True
-    )
+    source = validation_prompts(settings, "tune.prompts", settings.tune.prompts)
+    files = [found.folder / CONFIG_FILE, weights_file(found.folder), *prompt_files(source)]
+    out = settings.run.directory / "tune" / found.name
+    result, again = out / TUNE_FILE, not is_of_this_machine(settings, out, found.folder)
+    folder = open_folder(settings, out, files, stage_decides=True, repeats=again)
+    if not folder.skip():
+        tune(settings, found, source, result)
+        folder.finish()
+    rows: list[TuneRow] = read_object(result)["rows"]
+    screen.print(tune_table(found.name, rows))
+    for row in rows:
+        if row["label"] == "none":
+            where = f"batch size {row['batch_size']}, temperature {row['temperature']:g}"
+            screen.print(f"{where}: no speculation. No draft was faster than plain decoding.")
+    say(f"{shown(found.folder / DECODE_FILE)}; what it rests on: {shown(result)}")
+
+
+def is_of_this_machine(settings: Settings, out: Path, checkpoint: Path) -> bool:
+    """Whether the tuning in `out` was made on this machine and is that of the checkpoint's
+    decode.yaml."""
+    result, written, record = out / TUNE_FILE, checkpoint / DECODE_FILE, read_record(out)
+    if record is None or not (result.is_file() and written.is_file()):
+        return False
+    headline = f"{HEADLINE}{read_object(result).get('command')}\n"
+    same = written.read_bytes().startswith(headline.encode())
+    return same and record.is_of_device(device(settings))
+
+
+def tune(settings: Settings, found: Found, source: str, result: Path) -> None:
+    """Tune on the prompts `source`, and write decode.yaml and the file `result`."""
+    config, weights = settings.tune, checkpoint_hash(found.folder)
     prepare_process(settings.run)
     target = TargetModel.load(settings.target)
-    source = validation_prompts(settings, "tune.prompts", config.prompts)
     prompts = load_bench_prompts(source, config.dataset, config.domains).prompts
     drafter = drafters.load(found, target)
-    tuner = Tuner.prepare(config, target, drafter, prompts, settings.decode, screen.print)
+    tuner = Tuner.prepare(config, target, drafter, prompts, settings.decode, console().print)
     rows = tuner.tune()
     facts = result_facts(settings, target)
     own = {"name": found.name, "kind": found.kind, "path": shown(found.folder)}
-    result = folder.path / TUNE_FILE
     places = [(row["batch_size"], row["temperature"]) for row in rows]
     drafts, chains = (
         greedy_drafts(
@@ -59,16 +91,7 @@ def run(settings: Settings) -> None:
     least = known_least((row["batch_size"], row["least_probability"]) for row in rows)
     engines = engine_settings(drafts, chains, least)
     write_json(result, {**facts, "drafter": own, "rows": rows, "engines": engines, **tuner.facts()})
-    written = write_tuned(
-        found.folder, weights, facts["target"], facts["device"], rows, facts["command"]
-    )
-    folder.finish()
-    screen.print(tune_table(found.name, rows))
-    for row in rows:
-        if row["label"] == "none":
-            where = f"batch size {row['batch_size']}, temperature {row['temperature']:g}"
-            screen.print(f"{where}: no speculation. No draft was faster than plain decoding.")
-    say(f"{shown(written)}; what it rests on: {shown(result)}")
+    write_tuned(found.folder, weights, facts["target"], facts["device"], rows, facts["command"])
 
 
 def chosen(settings: Settings) -> Found:

@@ -35,7 +35,8 @@ def run(settings: Settings) -> int:
     """Learn a reference, or watch; returns the exit status."""
     found = drafters.find_trained("watch.drafter", settings.watch.drafter, settings.run)
     batch = settings.decode.batch_size if settings.given("decode.batch_size") else BATCH
-    decode = replace(settings.decode, batch_size=batch)
+    rule = settings.decode.rule if settings.given("decode.rule") else "match"
+    decode = replace(settings.decode, batch_size=batch, rule=rule)
     return (learn if settings.watch.learn else watch)(settings, found, decode)
 
 
@@ -88,7 +89,8 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
     comparison.require_fresh()
     reference = comparison.reference
     out = settings.run.directory / config.name
-    folder = open_folder(settings, out, [weights], stage_decides=True)
+    # traffic is no input that could be compared, so every command watches again
+    folder = open_folder(settings, out, [weights], stage_decides=True, repeats=True)
     how = (comparison.reached, comparison.unit, comparison.remarks, comparison.guaranteed)
     result = summarise(comparison.test, reference, comparison.answers, facts, source, *how)
     path = result.write(out)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heads.kernels.reference.row_losses import ROW_LOSSES
-from heads.nn import losses
+from heads.nn import chunks, losses
 from heads.nn.block.confidence import confidence_loss
 from heads.nn.block.losses import Objective
 from heads.nn.distillation import OBJECTIVES, ObjectiveConfig, compare, objective
@@ -251,6 +251,27 @@ def test_sum_over_chunks_equals_one_sum(monkeypatch: pytest.MonkeyPatch) -> None
     assert float(total) == 1 + 9 + 16 + 49 + 64 + 81 + 4
     assert int(count) == 7
     assert values.grad.tolist() == [0, 2, 4, 6, 8, 0, 0, 14, 16, 18]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_chunks_that_only_other_processes_have_are_empty(recompute: bool) -> None:
+    values = torch.arange(10, dtype=torch.float64, requires_grad=True)
+    asked, seen = [], []
+
+    def largest(count: int) -> int:
+        asked.append(count)
+        return 3
+
+    def part(rows: Tensor) -> tuple[Tensor]:
+        seen.append(rows.shape[0])
+        return ((values[rows] ** 2).sum(),)
+
+    with chunks.agreeing(largest):
+        (total,) = losses.sum_over_rows(part, torch.tensor([1, 3]), 4, recompute)
+    total.backward()
+    assert (asked, float(total), values.grad[:4].tolist()) == ([1], 10, [0, 2, 0, 6])
+    again = [0, 0, 2] if recompute else []  # in the backward pass: every process repeats them all
+    assert seen == [2, 0, 0, *again]
 
 
 @pytest.mark.parametrize(("gib", "power"), [(80, 28), (24, 26), (140, 28), (2, 25)])

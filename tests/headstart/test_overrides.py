@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from headstart.overrides import name_or_path, spell, spell_groups
 from scripts.config.compose import parse
@@ -17,9 +18,10 @@ VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=
 
 
 def read(override: str) -> Any:
-    """The value that Hydra reads."""
+    """The value that Hydra reads and OmegaConf resolves."""
     (found,) = parse([override])
-    return plain(found.value())
+    node = OmegaConf.create({"value": plain(found.value())})
+    return OmegaConf.to_container(node, resolve=True)["value"]
 
 
 def plain(value: Any) -> Any:
@@ -39,10 +41,15 @@ def test_values_come_back(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["null", "true", "1e-4", "12", "a b", "", 'say "x"', "back\\", 'a\\"b', "[1]", "{a}"]
+    "text",
+    [
+        *("null", "true", "1e-4", "12", "a b", "", 'say "x"', "back\\", 'a\\"b', "[1]", "{a}"),
+        *("~/x.jsonl", "${y}", "x\\${y}", "\\\\${", 'a "${run.name}"'),
+    ],
 )
 def test_texts_stay_texts(text: str) -> None:
     assert read(spell("a", text)) == text
+    assert read(spell("a", [text])) == [text]
 
 
 def test_groups() -> None:

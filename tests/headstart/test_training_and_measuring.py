@@ -12,6 +12,7 @@ import pytest
 
 import headstart
 from headstart.training import compose
+from scripts.run.folder import read_config
 from tests.inference.tokenizers import save_micro_target
 
 SMALL: dict[str, Any] = {
@@ -59,6 +60,12 @@ def made(
         "train": {**SMALL["train"], "prompts": [valid]},
     }
     return target, headstart.train("medusa", **given), given
+
+
+def test_the_prompts_that_tau_is_measured_on_are_held_out_of_the_data(made: Any) -> None:
+    _, trained, given = made
+    generated = read_config(trained.folder.parents[1] / "generate")
+    assert generated["data"]["held_out"] == [str(path) for path in given["train"]["prompts"]]
 
 
 def test_a_training_tells_what_came_out(made: Any) -> None:

@@ -78,6 +78,11 @@ def test_a_fresh_drafter_is_audited_where_nothing_is_trained(
     assert "**LOSSLESS" in Path("outputs/default/audit/audit.md").read_text()
     assert main([*command, "head=medusa"]) == 0
     assert "is complete; nothing has changed" in capsys.readouterr().out
+    kept = [Path("outputs/default/audit", name) for name in ("run.json", "config.yaml")]
+    before = [file.read_bytes() for file in kept]
+    assert main([*command, "head=medusa", "audit.max_new_tokens=3000"]) == 2
+    assert "no prompt" in capsys.readouterr().err
+    assert before == [file.read_bytes() for file in kept]
     prompts = Path("prompts.jsonl")
     prompts.write_text(prompts.read_text().replace("hello", "good evening"))
     assert main([*command, "head=medusa"]) == 0

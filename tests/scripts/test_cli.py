@@ -119,6 +119,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--cfg"], "--cfg is to be followed by one of job, hydra, all."),
         (["train", "--cfg", "jobs"], "--cfg jobs: unknown. Did you mean 'job'?"),
         (["train", "--cfg", "job", "-m"], "--multirun and --cfg do not go together"),
+        (["train", "--config", "x", "--help"], "--help does not read the file of --config."),
+        (["train", "--config", "x", "--cfg", "job"], "--cfg does not read the file of --config."),
+        (["train", "--config", "x", "--info"], "--info does not read the file of --config."),
         (["train", "--resolve"], "--resolve and --package go with --cfg"),
         (["train", "--config-name", "x"], "--config-name is not for this program."),
         (["train", "--config-dir", "nowhere"], "--config-dir: 'nowhere' is not a folder."),
@@ -126,6 +129,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "hydra/launcher=basic"], "add -m and list values"),
         (["train", "-m", "hydra/launcher=slurm", "head=medusa,eagle3"], "no such option."),
         (["train", "-m", "optim.lr=interval(0,1)"], "is an interval, which hydra/sweeper=optuna"),
+        (
+            ["train", "-m", "--show", "hydra/sweeper=optuna", "optim.lr=interval(0,1)"],
+            "hydra/sweeper=optuna chooses the values of its jobs while they run",
+        ),
         (["train", "-m", "head=glob(x*)"], "matches no option"),
         (["train", "head@other=medusa"], "options cannot be put elsewhere"),
         (["train", "optim"], "'optim' is not a setting."),
@@ -149,6 +156,26 @@ def test_a_mistake_is_one_message(
     assert shown.err.startswith("headstart: ")
     assert shown.err.count("\n") == 1
     assert message in shown.err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "the same command continues"),
+        (["run.overwrite=false"], "the same command continues"),
+        (["run.overwrite=true"], "the same command without run.overwrite=true continues"),
+        (["++run.overwrite=True"], "the same command without run.overwrite=true continues"),
+    ],
+)
+def test_an_interrupted_command_says_what_continues_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    def interrupt(given: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scripts.cli.dispatch", interrupt)
+    assert main(["train", *more]) == 130
+    assert f"interrupted; {words} where this one stopped." in capsys.readouterr().err
 
 
 def test_torchruns_report_of_a_failure_shows_the_message(

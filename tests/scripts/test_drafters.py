@@ -136,6 +136,28 @@ def test_a_drafter_brings_the_draft_it_was_trained_for(
         drafters.draft_settings(drafters.find("mine", RUN), measured, {"dept": 2})
 
 
+@pytest.mark.parametrize(
+    ("given", "draft"),
+    [
+        (["decode=adaptive_goodput"], ("chain", 8)),
+        (["decode=adaptive"], ("chain", 8)),
+        (["decode=chain"], ("chain", 4)),
+        (["decode=chain", "decode.depth=3"], ("chain", 3)),
+        (["decode=sampled"], ("dynamic", 2)),
+        (["decode.temperature=1"], ("dynamic", 2)),
+        (["decode=plain"], ("dynamic", 2)),
+    ],
+)
+def test_a_chosen_option_of_decode_sets_the_draft(
+    target: TargetModel, in_folder: Path, given: list[str], draft: tuple[str, int]
+) -> None:
+    train_folder(target, "mine", {"shape": "dynamic", "depth": 2})
+    settings = load_settings(STAGES["measure"], given)
+    found, asked = drafters.find("mine", RUN), drafters.asked_draft(settings)
+    own = drafters.draft_settings(found, settings.decode, asked)
+    assert (own.shape, own.depth) == draft
+
+
 def test_a_measurement_takes_all_trained_drafters_and_the_kinds(
     target: TargetModel, in_folder: Path
 ) -> None:

@@ -11,10 +11,15 @@ import yaml
 
 from heads.api.errors import UserError
 from scripts.cli import main
-from scripts.config.compose import parse
+from scripts.config.compose import CONF, parse
+from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
+from scripts.run import sweep
+from scripts.run.ranking import result_of
 from scripts.run.sweep import expand, name_job
+from tests.inference.example_report import ENTRY, example_report, merged
 from tests.scripts.loops import micro_loop
+from train.stopping import Stopped
 
 
 def test_cfg_prints_the_composition_as_hydra_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +56,13 @@ def test_a_folder_of_ones_own(
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "mine.yaml").write_text("lr: 0.125\n")
     given = ["train", "--config-dir", str(tmp_path)]
+    (tmp_path / "more" / "schedule").mkdir(parents=True)
+    (tmp_path / "more" / "schedule" / "own.yaml").write_text("kind: wsd\nwarmup: 0.5\n")
+    several = [*given, "--config-dir", str(tmp_path / "more")]
+    assert main([*several, "optim=mine", "schedule=own", "--show=changed"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert (found["optim"], found["schedule"]["warmup"]) == ({"lr": 0.125}, 0.5)
+    monkeypatch.setenv("HEADSTART_CONF", "")
     assert main([*given, "optim=mine", "--show=changed"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["optim"] == {"lr": 0.125}
     assert main([*given, "--info", "searchpath"]) == 0
@@ -61,6 +73,21 @@ def test_a_folder_of_ones_own(
     assert yaml.safe_load(capsys.readouterr().out)["optim"] == {"lr": 0.125}
     monkeypatch.setenv("HEADSTART_CONF", "")
     assert main(["train", "optim=mine", "--show"]) == 2
+
+
+def test_a_file_of_ones_own_that_would_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "optim").mkdir()
+    own, usual = tmp_path / "optim" / "adamw.yaml", CONF / "optim" / "adamw.yaml"
+    monkeypatch.setenv("HEADSTART_CONF", str(tmp_path))
+    own.write_bytes(usual.read_bytes())
+    load_settings(STAGES["train"], [])
+    own.write_text("lr: 0.125\n")
+    for given in ([], ["optim=adamw"]):
+        with pytest.raises(UserError, match=r"optim=adamw: several files have that name, .*Rename"):
+            load_settings(STAGES["train"], given)
+    load_settings(STAGES["train"], ["optim=muon"])
 
 
 def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
@@ -74,7 +101,7 @@ def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
     ]
     heads = expand(train, parse(["head=glob(eagle*)"]))
     assert heads == [["head=eagle"], ["head=eagle3"]]  # the head names the drafter's folder
-    (job, _), *_ = [name_job(train, ["optim.lr=1", "run.drafter=x"], ["optim.lr"])]
+    (job, _), *_ = [name_job(train, ["optim.lr=1", "run.drafter=x"], ["run.drafter"])]
     assert job == ["optim.lr=1", "run.drafter=x"]
     measured = expand(STAGES["measure"], parse(["decode.depth=2,4"]))
     assert [job[-1] for job in measured] == ["measure.name='depth=2'", "measure.name='depth=4'"]
@@ -90,8 +117,88 @@ def test_every_combination_is_a_job_with_a_name_of_its_own() -> None:
             UserError, match=r"over tune\.depths would write every job of a drafter"
         ):
             expand(STAGES["tune"], parse([*more, "tune.depths=[3],[5]"]))
-    drawn = name_job(train, ["++optim.lr=0.0012520653814999472"], ["optim.lr"])[0]
+    drawn = name_job(train, ["++optim.lr=0.0012520653814999472"], [])[0]
     assert drawn == ["optim.lr=0.0012520653814999472", "run.drafter='lr=0.00125207'"]
+
+
+def last_of(stage: str, *given: str) -> list[str]:
+    """The last override of every job of a sweep."""
+    return [job[-1] for job in expand(STAGES[stage], parse(given))]
+
+
+def test_jobs_whose_stage_has_one_folder_per_run_get_runs_of_their_own() -> None:
+    assert last_of("generate", "run.name=x", "data.limit=2,3") == [
+        "run.name='x-limit=2'",
+        "run.name='x-limit=3'",
+    ]
+    traffic = last_of("traffic", "traffic.rows=4,8", "traffic.drafters=[a/b]")
+    assert traffic == ["run.name='default-rows=4'", "run.name='default-rows=8'"]
+    assert last_of("traffic", "run.name=a,b") == ["run.name=a", "run.name=b"]
+    refreshed = last_of("refresh", "run.name=x", "refresh.drafter=a/b", "optim.lr=0.1,0.2")
+    assert refreshed == ["run.name='x-lr=0.1'", "run.name='x-lr=0.2'"]
+    for stage, swept in (("traffic", "traffic.rows=4,8"), ("feedback", "feedback.replay=0,1")):
+        with pytest.raises(UserError, match=rf"a sweep of `{stage}` over .* finds no input\. Name"):
+            expand(STAGES[stage], parse([swept]))
+    # the answers of a loop are those of all its run's drafters
+    assert last_of("loop", "data.limit=2,3")[0] == "run.name='default-limit=2'"
+    assert last_of("loop", "optim.lr=0.1,0.2")[0] == "run.drafter='lr=0.1'"
+
+
+def test_recipes_and_the_values_that_a_sweeper_adds_are_in_the_names() -> None:
+    swept = "experiment=embedded_eagle3,embedded_loop"
+    assert last_of("train", swept)[0] == "run.drafter='experiment=embedded_eagle3'"
+    # recipes with runs of their own are apart already
+    assert last_of("loop", "experiment=demo,families") == ["experiment=demo", "experiment=families"]
+    job, keys = name_job(STAGES["train"], ["++head=medusa", "++optim.lr=0.5"], ["head"])
+    assert job[-1] == "run.drafter='medusa-lr=0.5'" and keys == {"optim.lr": "0.5"}
+
+
+def test_jobs_that_would_write_to_one_folder_are_refused_before_the_first(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in (["train.refresh.init_from=a/b,a_b"], ["run.drafter=x", "optim.lr=1,2"]):
+        assert main(["plan", "-m", *given]) == 2
+        assert "two jobs of this sweep would write to 'outputs" in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("leaving", "status"), [(Stopped("SIGTERM", 3), 2), (Stopped("SIGINT", 3), 130)]
+)
+def test_a_signal_ends_a_sweep_and_is_recorded(
+    in_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    leaving: Stopped,
+    status: int,
+) -> None:
+    def stop(settings: object) -> int:
+        raise leaving
+
+    monkeypatch.setattr(sweep, "run_one", stop)
+    assert main(["plan", "head=medusa", "plan.count=1,2", "-m"]) == status
+    (path,) = Path("outputs/default/sweeps").glob("*/*/job.json")  # the second job has not begun
+    record = json.loads(path.read_text())
+    assert (record["status"], record["interrupted"]) == (status, True)
+    shown = capsys.readouterr()
+    assert "interrupted" in shown.out
+    assert "headstart: job 1: it was stopped before it was complete." in shown.err
+
+
+def test_a_loops_job_has_the_value_of_its_own_drafter(in_folder: Path) -> None:
+    folder = Path("outputs/x/measure")
+    folder.mkdir(parents=True)
+    names = {"medusa": 1.5, "eagle3": 3.5, "row": 2.5}
+    entries = [merged(ENTRY, {"draft": {"name": name}, "tau": tau}) for name, tau in names.items()]
+    (folder / "report.json").write_text(json.dumps(example_report(*entries)))
+    for given, value in (
+        (["head=medusa"], 1.5),
+        (["head=eagle3"], 3.5),
+        (["loop.sweep.row.rates=[0.1]", "loop.sweep.row.head=medusa"], 2.5),
+        (["head=medusa", "run.drafter=other"], None),
+    ):
+        settings = load_settings(STAGES["loop"], ["run.name=x", *given])
+        assert result_of(settings)[0] == value
 
 
 def test_names_of_swept_drafters_can_be_given_as_they_are() -> None:

@@ -28,7 +28,7 @@ from inference.server.config import ADMIN_VARIABLE, ServeConfig
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.run.drafters import Found, draft_settings
-from scripts.stages import relay
+from scripts.stages import learn, relay
 from scripts.stages.learn import exporting, learning_rate, sampled_folder
 from scripts.stages.serve import admin_for
 from tests.train.learning.traffic import prepare
@@ -274,7 +274,7 @@ def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(
     found.install(place / "drafter")  # over what a kill has left
     taken = tmp_path / "taken"
     taken.mkdir()
-    (tmp_path / "engine.json").write_text(f'{{"drafter": "{taken}"}}')
+    (tmp_path / "engine.json").write_text(f'{{"drafter": "{taken}", "export": "x"}}')
     capsys.readouterr()
     assert exporting(load_settings(STAGES["learn"], own), tmp_path).current() == str(taken)
     assert "exported last" in capsys.readouterr().out.replace("\n", " ")
@@ -287,6 +287,45 @@ def test_learning_for_an_engine_needs_samples_and_a_drafter_that_it_loads(
         exporting(load_settings(STAGES["learn"], own), words)
     with pytest.raises(UserError, match="Leave one of them out"):
         load_settings(STAGES["learn"], [*own, "learn.server=http://127.0.0.1:8000"])
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ("train.domains=[code]", "all sampled traffic is learnt from"),
+        ("train.prompts=[x.jsonl]", r"learn\.held_out"),
+        ("train.goal=3", r"train\.max_steps or train\.patience"),
+        ("train.refresh.init_from=x", "the drafter that serves"),
+        ("feedback.variations=4", "the weights and replay count"),
+        ("feedback.branch_likely=0.1", "the weights and replay count"),
+        ("feedback.hard_prompts=0.5", "the weights and replay count"),
+        ("feedback.records=[x]", r"learn\.folder"),
+    ],
+)
+def test_settings_that_no_cycle_reads_are_refused(given: str, instead: str, tmp_path: Path) -> None:
+    words = f"{given.partition('=')[0]} is given, but .* does not read it: .*{instead}"
+    with pytest.raises(UserError, match=words):
+        learn.run(load_settings(STAGES["learn"], [given, "learn.server=http://127.0.0.1:1"]))
+    served = load_settings(STAGES["serve"], [f"serve.learn_settings=['{given}']"])
+    with pytest.raises(UserError, match=words):
+        learn.start_learner(served, tmp_path, [], {})
+
+
+def test_a_learner_starts_beside_modules_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with a train.py or scripts/, only `headstart` finds Headstart's packages."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    learn.start_learner(load_settings(STAGES["serve"], []), tmp_path, [], {})
+    assert commands[0][1:4] == ["-m", "headstart", "learn"]
+
+
+def test_settings_of_a_recipe_that_no_cycle_reads_are_left_out() -> None:
+    given = ["experiment=[embedded_few_prompts]", "learn.server=http://127.0.0.1:1"]
+    settings = load_settings(STAGES["learn"], given)
+    assert settings.feedback.variations and settings.train.prompts
+    learn.require_read(settings)
 
 
 def stand_in(samples: Path | None) -> Any:

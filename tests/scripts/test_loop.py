@@ -18,11 +18,14 @@ from scripts.config.own import SweepRow
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import RunRecord
+from scripts.run.runner import StoppedError
 from scripts.stages.generate import data_of
+from scripts.stages.loop import steps
 from scripts.stages.loop.plan import RoundPlan
 from scripts.stages.loop.progress import Forecast, about
 from scripts.stages.loop.stage import plan, run
-from scripts.stages.loop.steps import Step, launch_step
+from scripts.stages.loop.steps import Step, launch_step, perform
+from train.stopping import Stopped
 
 A, B = "embedded_medusa", "embedded_eagle3"
 
@@ -44,6 +47,18 @@ def test_without_recipes_the_loop_trains_the_head_it_is_given() -> None:
         "measure bench.repeats=2 run.name=x",
         "report run.name=x",
     ]
+
+
+def test_a_loop_on_given_answers_generates_none(tmp_path: Path) -> None:
+    given = ["head=medusa", f"run.root={tmp_path}", "run.answers=elsewhere", "train.max_steps=0"]
+    with pytest.raises(UserError, match=r"every round of loop\.rounds has answers"):
+        plan(settings(given, rounds=2))
+    found = plan(settings(given))
+    assert [step.title for step in found] == ["train", "measure", "report"]
+    assert found[0].settings.run.answers == "elsewhere"
+    forecast = Forecast.of(found)
+    for _ in found:
+        forecast.finish(1.0)
 
 
 def test_each_recipe_is_put_before_the_loops_own_experiment() -> None:
@@ -141,6 +156,30 @@ def test_a_draft_of_a_drafter_that_is_not_measured_is_refused_before_the_trainin
         plan(settings([drafts, "measure.kinds=[]"], recipes=(A, B)))
 
 
+def test_experiments_in_the_overrides_of_a_row_or_a_measurement_are_added() -> None:
+    """Beside the loop's own ones, whose folder stays; embedded_loop names a run."""
+    more = "experiment=embedded_loop"
+    measured = plan(settings([f"experiment={A}"], measures={"x": (more,)}))[-2].settings
+    assert measured.choices["experiment"] == [A, "embedded_loop"]
+    assert (measured.run.name, measured.measure.name) == ("default", "x")
+    row = SweepRow((1e-3,), "medusa", (more,))
+    own = {"recipes": (), "measures": {}, "sweep": {"row": row}, "store_features": False}
+    trained = plan(settings(["experiment=demo", "measure.drafts={}"], **own))[1].settings
+    assert trained.choices["experiment"] == ["embedded_loop", "demo"]
+    assert trained.run.name == "demo"
+
+
+def test_a_measurement_may_delete_what_the_command_line_deletes() -> None:
+    given = ["experiment=demo", "measure.kinds=[]"]
+    with pytest.raises(UserError, match=r"'~measure\.drafts\.ngram'"):
+        plan(settings(given))
+    found = plan(settings([*given, "~measure.drafts.ngram"]))
+    assert [step.settings.measure.drafts for step in found if step.stage.name == "measure"] == [
+        {},
+        {},
+    ]
+
+
 @pytest.mark.parametrize("override", ["head=medusa", "run.drafter=x"])
 def test_what_cannot_apply_to_several_recipes_is_refused(override: str) -> None:
     key = override.split("=")[0]
@@ -235,6 +274,8 @@ def test_a_forecast_is_no_more_exact_than_it_is(seconds: float, words: str) -> N
 
 def step(name: str = "generate") -> Step:
     found = load_settings(STAGES[name], ["run.name=x"])
+    if name != "generate":
+        return Step(name, found)
     return Step(name, found.put(sampling=replace(found.sampling, temperature=0.25)))
 
 
@@ -261,6 +302,21 @@ def test_a_launcher_that_fails_or_is_missing_is_one_clear_error() -> None:
         launch_step("no-such-launcher", step())
     with pytest.raises(UserError, match=r"loop\.launch cannot be split into words .*: 'torchrun"):
         launch_step("'torchrun", step())
+
+
+def test_a_signal_in_this_process_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a launcher: a stage ends with status 0 after a scheduler's signal."""
+
+    def stop(settings: Settings) -> int:
+        raise leaving
+
+    monkeypatch.setattr(steps, "run_one", stop)
+    leaving = Stopped("SIGTERM", 1)
+    with pytest.raises(StoppedError, match="'train' was stopped before it was complete"):
+        perform("", step("train"))
+    leaving = Stopped("SIGINT", 1)
+    with pytest.raises(Stopped):
+        perform("", step("train"))
 
 
 def test_a_sweep_trains_every_row_at_every_rate() -> None:

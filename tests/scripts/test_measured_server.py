@@ -36,8 +36,11 @@ def test_a_running_server_is_measured_and_reported(
         asked = len(stub.bodies)
         assert main(given) == 0 and len(stub.bodies) == asked  # it is complete
         assert main([*given, "bench.serving.retries=-1"]) == 2
-        assert main([*given, "measure.name=other", "bench.serving.model=another"]) == 2
+        kept = [Path("outputs/out/measure", name) for name in ("run.json", "config.yaml")]
+        before = [file.read_bytes() for file in kept]
+        assert main([*given, "bench.serving.model=another"]) == 2
     assert "does not serve 'another'" in capsys.readouterr().err
+    assert before == [file.read_bytes() for file in kept]
     report = read_report(Path("outputs/out/measure"))
     assert report.server is not None and report.server.speculative.engine == "vLLM"
     assert main(["report", "run.name=out"]) == 0

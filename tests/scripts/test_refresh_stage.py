@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from heads.api.checkpoint import build_config, new_drafter, read_config, save_drafter
+from heads.api.errors import UserError
 from inference.manifest import read_manifest
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.cli import main
 from scripts.config.own import RunConfig
 from scripts.run import drafters
-from scripts.stages.refresh import stage
+from scripts.run.folder import read_config as read_stage_config
+from scripts.stages.refresh import parts, stage
 from tests.inference.tokenizers import save_micro_target
 
 WORDS = ("add", "two", "numbers", "list", "items", "function")
@@ -91,6 +94,23 @@ def command(place: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter that `headstart train` has trained on prompts of its own, in chains of 2."""
+    run = tmp_path_factory.mktemp("runs") / "first"
+    write_prompts(run.parent / "own.jsonl", 24, 500)
+    common = [f"run.root={run.parent}", "run.name=first", f"target.path={place / 'target'}"]
+    common.append("target.device=cpu")
+    data = [f"data.path={run.parent / 'own.jsonl'}", "data.benches=[]", "data.reserve.bench=0"]
+    data += ["data.reserve.validation=0", "sampling.temperature=0", "sampling.max_new_tokens=16"]
+    assert main(["generate", *common, *data]) == 0
+    training = ["head=distilled", "head.from_target_layers=[0,1]", "train.max_steps=2"]
+    training += ["train.eval_every=0", "train.sequence_length=64", "train.tracker.wandb=disabled"]
+    training += ["engine.name=torch", "engine.precision=float32", "optim.lr=4e-3"]
+    assert main(["train", *common, *training, "decode.depth=2"]) == 0
+    return run / "train" / "distilled" / "best"
+
+
 def result() -> dict[str, object]:
     content = json.loads(Path("outputs/refresh/refresh/refresh.json").read_text())
     assert isinstance(content, dict)
@@ -135,6 +155,44 @@ def test_a_drafter_fits_the_changed_target_again_and_the_cost_is_told(
     assert "model.safetensors" in capsys.readouterr().err
 
 
+def test_what_later_stages_read_of_a_refresh_is_what_it_used(
+    place: Path, trained: Path, in_folder: Path
+) -> None:
+    given = [text for text in command(place) if not text.startswith("optim.lr")]
+    assert main([*given, f"refresh.drafter={trained}"]) == 0
+    new = Path("outputs/refresh/train/distilled")
+    settings = read_stage_config(new)
+    assert settings["optim"]["lr"] == pytest.approx(2e-3) and settings["decode"]["depth"] == 2
+    assert settings["train"]["refresh"]["init_from"] == str(trained)
+    # a second refresh halves the rate again and drafts alike
+    assert main([*given, f"refresh.drafter={new / 'best'}", "run.name=again"]) == 0
+    again = read_stage_config(Path("outputs/again/train/distilled"))
+    assert again["optim"]["lr"] == pytest.approx(1e-3) and again["decode"]["depth"] == 2
+    found = drafters.answers_of(drafters.at(new))
+    assert found is not None
+    assert {one.resolve() for one in found} == {
+        trained.parents[2] / "generate",
+        Path("outputs/refresh/generate").resolve(),
+    }
+
+
+def test_tau_is_measured_on_prompts_that_no_training_read(
+    place: Path, trained: Path, in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = (place / "bench.jsonl").read_text() + (place / "train.jsonl").read_text()
+    Path("rows.jsonl").write_text(rows)
+    given = command(place, "data.path=rows.jsonl", "refresh.prompts=64", "train.max_steps=4")
+    assert main(given) == 0
+    counts = read_manifest(Path("outputs/refresh/generate"), "generate")["counts"]
+    assert counts["done"] <= 56 and counts["skipped"] >= 8
+    # the old drafter's own prompts, refused before the training
+    write_prompts(Path("measured.jsonl"), 8, 500)
+    given = command(place, f"refresh.drafter={trained}", "bench.prompts=measured.jsonl")
+    assert main([*given, "run.name=leaking"]) == 2
+    assert "of the 8 prompts of 'measured.jsonl' were trained on" in capsys.readouterr().err
+    assert not Path("outputs/leaking/train").exists()
+
+
 def test_what_the_target_changed_by_is_carried_over(place: Path, in_folder: Path) -> None:
     """The drafter is its target over again, so with the target's change it is the new target over
     again, before any training."""
@@ -169,12 +227,40 @@ def test_a_stopped_refresh_goes_on_to_the_same_weights(
     assert weights[0] == weights[1]
 
 
+def test_the_seconds_of_a_part_are_those_of_all_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments, path = iter((0.0, 10.0, 16.0, 20.0, 22.0, 30.0, 31.0)), tmp_path / "seconds.json"
+    monkeypatch.setattr(parts, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    with pytest.raises(UserError), parts.clock(path, "generate"):
+        raise UserError("no such data")
+    assert not path.exists(), "else the corrected command were refused"
+    with pytest.raises(KeyboardInterrupt), parts.clock(path, "generate"):
+        raise KeyboardInterrupt
+    with parts.clock(path, "generate"):
+        pass
+    with pytest.raises(UserError), parts.clock(path, "train"):
+        raise UserError("diverged")
+    assert parts.read_seconds(path) == {"generate": 8.0, "train": 1.0}
+
+
 def test_training_ends_where_tau_is_restored(place: Path, in_folder: Path) -> None:
     assert (
-        main(command(place, "refresh.until=restored", "refresh.tau=1.01", "refresh.lora_rank=2"))
+        main(
+            command(
+                place,
+                "refresh.until=restored",
+                "refresh.tau=1.01",
+                "train.refresh.lora_rank=2",
+                f"train.refresh.init_from={place / 'drafter'}",
+            )
+        )
         == 0
     )
     content = result()
+    assert content["settings"]["lora_rank"] == 2  # type: ignore[index]
+    head = read_manifest(Path("outputs/refresh/train/distilled"), "train")["head"]
+    assert head["refresh"]["lora_rank"] == 2
     assert content["ended_by"] == "goal" and content["goal"] == 1.01
     assert content["cost"]["steps"] == 4  # type: ignore[index]
     assert read_manifest(Path("outputs/refresh/train/distilled"), "train")["ended_by"] == "goal"
@@ -189,6 +275,7 @@ def test_training_ends_where_tau_is_restored(place: Path, in_folder: Path) -> No
         (["refresh.until=later"], "refresh.until 'later' is unknown"),
         (["refresh.restore=2"], "refresh.restore must be above 0 and at most 1"),
         (["head=eagle3"], "a refresh keeps the kind and settings"),
+        (["train.refresh.init_from=elsewhere"], "but a refresh starts from refresh.drafter"),
     ],
 )
 def test_what_cannot_be_refreshed_is_one_clear_error(

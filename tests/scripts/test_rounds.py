@@ -4,8 +4,11 @@ and left in peace."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -22,9 +25,10 @@ from scripts.config.schema import Settings, load_settings, read_settings, write_
 from scripts.config.stages import STAGES
 from scripts.run import drafters
 from scripts.stages.loop import facts as rounds_facts
-from scripts.stages.loop.facts import HelpedGeneration, LoopRecord, RoundRecord, Spent
+from scripts.stages.loop import speed
+from scripts.stages.loop.facts import Answered, HelpedGeneration, LoopRecord, RoundRecord, Spent
 from scripts.stages.loop.plan import RoundPlan
-from scripts.stages.loop.rounds import Rounds, only_switches
+from scripts.stages.loop.rounds import Rounds, answers_plainly, only_switches
 from scripts.stages.loop.table import compare, table
 from tests.chaos.kill_loop import kill_and_compare, timeless
 from tests.scripts.loops import micro_loop
@@ -140,6 +144,18 @@ def test_a_rounds_own_overrides_win_and_the_last_ones_stay() -> None:
     )
 
 
+def test_a_round_may_learn_from_records_with_settings_of_its_own() -> None:
+    own = "[[],['feedback.error_weight=8'],['feedback.token_weights=false','train.on_policy.share=0.5']]"
+    rounds = Rounds(settings(f"loop.round.overrides={own}"))
+    assert [rounds.plan.feedback(number).error_weight for number in range(4)] == [4, 8, 4, 4]
+    assert [rounds.active(number) for number in (1, 2, 3)] == [
+        ["token_weights", "anchor_weights"],
+        *([["anchor_weights", "on_policy"]] * 2),
+    ]
+    # the loop's own values are recorded
+    assert rounds.asked.feedback == FeedbackConfig(token_weights=True, anchor_weights=True)
+
+
 def test_a_round_is_judged_on_the_validation_prompts_unless_told_otherwise() -> None:
     found = RoundPlan(settings("bench=gsm8k")).measurement(1, ["some/best"])
     assert Path(
@@ -189,6 +205,14 @@ def test_what_the_loop_and_the_rounds_are_measured_on_is_held_out_of_every_round
         ("loop.rounds=-1", r"loop.rounds must lie in \[0, "),
         ("loop.round.prompts=some", "loop.round.prompts 'some' is unknown"),
         ("loop.round.trial_steps=-1", r"loop.round.trial_steps must lie in \[0, "),
+        (
+            "loop.round.overrides=[[],['serve.port=1']]",
+            r"loop\.round\.overrides\[1\]: no round reads 'serve\.port=1'\. A round reads the "
+            "groups run, target, data, .*, feedback, .*, measure",
+        ),
+        ("loop.round.overrides=[['loop.rounds=9']]", "no round reads 'loop.rounds=9'"),
+        ("loop.round.overrides=[['experiment=families']]", "no round reads 'experiment=families'"),
+        ("loop.round.overrides=[['feedback.tokn_weights=true']]", "Did you mean 'token_weights'"),
         ("loop.round.overrides=[[zzz]]", r"loop\.round\.overrides\[0\]: 'zzz' is not a setting"),
         ("loop.round.judge=[bnch.seed=1]", "loop.round.judge: .* Did you mean 'bench'"),
         ("loop.budget.tokens=-5", r"loop.budget.tokens must lie in \[0, "),
@@ -303,7 +327,7 @@ def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(
     rise, stay, fall = gained(0.5, 0.2, 0.8), gained(0.1, -0.1, 0.3), gained(-0.2, -0.4, 0.0)
     one = loop([(["token_weights"], rise), (["token_weights", "anchor_weights"], stay)])
     assert (one.best, one.stale, one.ends()) == (2, 0, "")
-    assert set(one.off) == {"token_weights", "anchor_weights"} and one.active == []
+    assert set(one.off) == {"token_weights", "anchor_weights"} and one.active(3) == []
     assert (
         one.off["token_weights"]
         == "round 2 with it changed tau by +0.100 [-0.100, +0.300], which is no clear rise"
@@ -319,17 +343,11 @@ def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(
 def test_made_prompts_are_answered_plainly_only_where_that_is_faster_and_records_are_not_read() -> (
     None
 ):
-    rounds = Rounds(settings())
-    slow, fast = (HelpedGeneration(1, 9, 1.0, 1.0, speedup, 2.0, {}, 1) for speedup in (0.8, 1.2))
-    assert rounds.helper("d", ["variations"], slow) == ""
-    assert (
-        rounds.helper("d", ["variations"], fast) == rounds.helper("d", ["variations"], None) == "d"
-    )
-    assert (
-        rounds.helper("d", ["variations", "branches"], slow)
-        == rounds.helper("d", ["variations", "token_weights"], slow)
-        == "d"
-    )
+    slow, fast = (HelpedGeneration(1, 9, 1.0, 1.0, gain, 2.0, {}, 1) for gain in (0.8, 1.2))
+    assert answers_plainly(["variations"], slow)
+    assert not answers_plainly(["variations"], fast) and not answers_plainly(["variations"], None)
+    for more in ("branches", "token_weights"):
+        assert not answers_plainly(["variations", more], slow)
 
 
 def test_rounds_are_compared_on_the_prompts_that_both_have_measured(tmp_path: Path) -> None:
@@ -618,9 +636,126 @@ def test_prompts_made_with_other_settings_are_refused_and_made_again_when_told(
 
     monkeypatch.setattr("scripts.stages.loop.rounds.write_branches", write)
     for more in ([], [], ["feedback.replay_before=7"]):
-        assert Rounds(settings(*given, *more)).make(1, "branches", "")
+        assert Rounds(settings(*given, *more)).make(1, "branches", "", False)
+    other = Rounds(settings(*given, "feedback.branch_within=8"))
     with pytest.raises(UserError, match=r"made with feedback\.branch_within=32, and 8 is given"):
-        Rounds(settings(*given, "feedback.branch_within=8")).make(1, "branches", "")
-    anew = settings(*given, "feedback.branch_within=8", "run.overwrite=true")
-    assert Rounds(anew).make(1, "branches", "")
+        other.make(1, "branches", "", False)
+    other.remove_made(1)
+    assert other.make(1, "branches", "", False)
     assert made == [32, 8]
+
+
+def test_how_made_prompts_are_answered_is_decided_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A larger sample of the round's speed does not change how an earlier command answered."""
+    drafters: list[str | None] = []
+    monkeypatch.setattr(
+        Rounds, "perform", lambda self, step: drafters.append(step.settings.generate.drafter)
+    )
+    rounds = Rounds(settings(f"run.root={tmp_path}", "run.name=r", "feedback.branches=1"))
+    monkeypatch.setattr(
+        "scripts.stages.loop.rounds.write_branches",
+        lambda answers, path, config, before: write(path, "{}"),
+    )
+    for plain in (True, False):
+        assert rounds.make(1, "branches", "d", plain)
+    rounds.remove_made(1)
+    for plain in (False, True):
+        assert rounds.make(1, "branches", "d", plain)
+    assert drafters == [None, None, "d", "d"]
+
+
+def test_another_sample_of_a_rounds_speed_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = HelpedGeneration(8, 9, 1.0, 1.0, 1.0, 2.0, {}, 1)
+    manifest = write(tmp_path / "generate" / "manifest.json", "{}")
+    stored = {"generation": file_sha256(manifest), **asdict(found)}
+    write(tmp_path / "speed.json", json.dumps(stored))
+    monkeypatch.setattr(speed, "read_answers", lambda folder: {"shards": [{"rows": 8}]})
+
+    def load(target: object) -> None:
+        raise UserError("measured anew")
+
+    monkeypatch.setattr(speed.TargetModel, "load", load)
+    stage: Any = SimpleNamespace(target=None)
+    for count in (8, 16):  # there are no more than 8
+        assert speed.measure_generation(stage, tmp_path, count) == found
+    with pytest.raises(UserError, match="measured anew"):
+        speed.measure_generation(stage, tmp_path, 6)
+
+
+def write(path: Path, content: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+def test_a_training_reads_only_answers_that_its_round_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders of switches that are off lie there after a loop with other switches."""
+    rounds = Rounds(settings(f"run.root={tmp_path}", "run.name=r", "loop.round.memory=0"))
+    run = tmp_path / "r"
+    for place in ("round-0", "round-1", "round-1/branches", "round-1/variations", "round-2"):
+        write(run / place / "generate" / "manifest.json", "{}")
+    read: list[list[Path]] = []
+    monkeypatch.setattr(
+        "scripts.stages.loop.rounds.build", lambda records, answers, *_, **__: read.append(answers)
+    )
+    some = Answered(1, 1, 1)
+    rounds.done = [RoundRecord(0, generated=some), RoundRecord(1, generated=some, branches=some)]
+    entry = RoundRecord(2, generated=some)
+    rounds.feedback(entry, ["token_weights"], run / "out", run / "round-2" / "train" / "eagle3")
+    names = [str(path.relative_to(run).parent) for path in read[0]]
+    assert names == ["round-2", "round-1", "round-1/branches", "round-0"]
+
+
+def test_starting_again_removes_what_a_round_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "r"
+    for switch in ("branches", "variations"):
+        for name in (f"{switch}.jsonl", "made.json", "generate/manifest.json"):
+            write(run / "round-0" / switch / name, '{"stage": "generate"}')
+
+    def stop(rounds: Rounds, step: object) -> None:
+        raise UserError("no further")
+
+    monkeypatch.setattr(Rounds, "perform", stop)
+    for more, kept in (("run.overwrite=false", 6), ("run.overwrite=true", 0)):
+        with pytest.raises(UserError, match="no further"):
+            Rounds(settings(f"run.root={tmp_path}", "run.name=r", more)).play(0)
+        assert sum(path.is_file() for path in (run / "round-0").rglob("*")) == kept
+
+
+def test_a_finished_loop_keeps_its_record_if_a_repeat_is_refused(
+    killed: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*micro_loop(killed[1].parents[1]), *MADE, "run.root=.", "run.name=run"]
+    run = Path(shutil.copytree(killed[1], tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    kept = [run / "loop.json", run / "round-1" / "feedback" / "manifest.json"]
+    before = [path.read_bytes() for path in kept]
+
+    def refused(problem: str, *more: str) -> None:
+        with pytest.raises(UserError, match=problem):
+            Rounds(load_settings(STAGES["loop"], [*given, *more])).run()
+        assert [path.read_bytes() for path in kept] == before[-len(kept) :]
+
+    refused(
+        r"3 rounds, .*: feedback\.branch_likely was 0\.0001, is 0\.5\. Choose",
+        "feedback.branch_likely=0.5",
+    )
+    refused(r"feedback\.branches was 1, is 0", "feedback.branches=0")
+    refused(r"loop\.round\.memory was 1, is 2", "loop.round.memory=2")
+    own = "loop.round.overrides=[[],['feedback.error_weight=8']]"
+    refused(r"loop\.round\.overrides\[1\] was \(\), is \('feedback\.error_weight=8',\)", own)
+    # what only a stage of a later round refuses
+    refused("optim.lr was 0.02, is 0.5", "loop.round.overrides=[[],[],['optim.lr=0.5']]")
+    # with a damaged record, what trainings have read stays too
+    kept.pop(0).write_text("{")
+    refused(
+        r"has been trained on .*feedback\.error_weight was 4\.0, is 8\.0", "feedback.error_weight=8"
+    )

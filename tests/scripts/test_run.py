@@ -28,6 +28,7 @@ from scripts.run.folder import (
     read_config,
     read_record,
 )
+from scripts.run.process import is_main_process, say_what_debug_means, this_session
 from scripts.run.prompts import prompt_files
 from scripts.stages.loop.facts import LoopRecord
 from scripts.stages.loop.plan import RoundPlan
@@ -220,6 +221,18 @@ def test_a_stage_that_decides_itself_gets_the_changed_folder(in_folder: Path) ->
     ).complete
 
 
+def test_a_stage_that_is_repeated_holds_its_complete_folder_again(in_folder: Path) -> None:
+    given, out = settings(RunConfig()), Path("out")
+    open_folder(given, out).finish()
+    (out / "result").write_text("of the first time")
+    again = open_folder(given, out, repeats=True)
+    assert not again.complete and again.held is not None
+    record = read_record(out)
+    assert record is not None and not record.complete and len(record.sessions) == 1
+    again.finish()
+    assert open_folder(given, out).complete
+
+
 def test_a_stage_that_may_still_refuse_writes_its_record_itself(in_folder: Path) -> None:
     out, decides = Path("out"), {"stage_decides": True, "may_refuse": True}
     first, other = (settings(RunConfig(), optim={"lr": rate}) for rate in (0.1, 0.2))
@@ -253,6 +266,56 @@ def test_overwrite_starts_again_but_deletes_only_our_folders(in_folder: Path) ->
     with pytest.raises(UserError, match="is not a stage folder and is not deleted"):
         open_folder(settings(RunConfig(overwrite=True)), Path("mine"))
     assert Path("mine/thesis.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+        ("SLURM_JOB_ID", "HEADSTART_RESTARTS"),
+    ],
+)
+def test_a_launch_overwrites_once_however_often_it_is_restarted(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: str
+) -> None:
+    given = settings(RunConfig(overwrite=True))
+
+    def begun(launch: str, restarts: str) -> bool:
+        """Whether the work of the launch before is still there when this one has begun."""
+        monkeypatch.setenv(name, launch)
+        monkeypatch.setenv(count, restarts)
+        open_folder(given, Path("out")).released()
+        kept = Path("out/state").exists()
+        Path("out/state").write_text("of an hour")
+        return kept
+
+    assert not begun("first", "0")
+    assert begun("first", "1")
+    assert not begun("first", "0"), "the same command by hand, in the same allocation"
+    # its first start has ended before it came to this folder
+    assert not begun("second", "1")
+    assert begun("second", "2")
+
+
+@pytest.mark.parametrize(("rank", "main"), [("", True), ("0", True), ("1", False)])
+def test_a_rank_without_a_value_is_that_of_the_main_process(
+    monkeypatch: pytest.MonkeyPatch, rank: str, main: bool
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert is_main_process() == main
+    assert this_session(load_settings(STAGES["measure"], [])).processes == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"), [("fast", True), ("cpu", False), ("[fast,cpu]", True), ("[]", False)]
+)
+def test_only_the_smallest_sizes_give_meaningless_numbers(
+    capsys: pytest.CaptureFixture[str], chosen: str, said: bool
+) -> None:
+    say_what_debug_means(load_settings(STAGES["measure"], [f"debug={chosen}"]))
+    assert ("debug=fast: a few training steps" in capsys.readouterr().out) == said
 
 
 def test_only_the_main_process_writes(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.verifications import VerificationLog, record_facts
 from scripts.cli import main
+from scripts.run.folder import StageFolder, open_folder
+from scripts.stages import watch
 from tests.inference.engines.stub import serving
 from tests.inference.example_report import example_report
 from tests.inference.tokenizers import save_micro_target
@@ -142,6 +144,24 @@ def test_watch_says_fine_on_its_target_and_alarms_on_another(
     kept = Reference.read(Path("outputs/default/changed/watch.json"))
     # it stops at the alarm
     assert sum(len(tally.answers) for tally in kept.tallies.values()) == content["alarm_after"]
+
+
+def test_fresh_answers_are_decoded_by_the_rule_of_references(
+    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = ["decode.temperature=1", "decode.rule=auto", "watch.max_prompts=24"]
+    learn = ["watch.learn=true", "watch.reference=auto.json"]
+    assert main(command(place, "target", "reference.jsonl", *learn, *sampled)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "decodes by rule match, as references are made; decode.rule is 'auto'" in said
+    assert not Path("auto.json").exists()
+    content = json.loads(reference.read_text()) | {"temperature": 1.0}
+    Path("sampled.json").write_text(json.dumps(content))
+    given = ["watch.reference=sampled.json", "decode.rule=block"]
+    assert main(command(place, "target", "fresh.jsonl", *given)) == 2
+    assert "decode.rule is 'block'" in capsys.readouterr().err
+    greedy = [f"watch.reference={reference}", "decode.rule=auto", "watch.max_prompts=12"]
+    assert main(command(place, "target", "fresh.jsonl", *greedy)) in (0, 1)  # all accept the same
 
 
 def test_a_system_prompt_stands_before_every_prompt(
@@ -277,8 +297,19 @@ headstart_tau{{domain="code"}} 3.1
 
 
 def test_counters_of_a_server_are_watched_as_totals(
-    place: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    reference: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    held: list[bool] = []
+
+    def opened(*given: Any, **more: Any) -> StageFolder:
+        folder = open_folder(*given, **more)
+        held.append(folder.held is not None)
+        return folder
+
+    monkeypatch.setattr(watch, "open_folder", opened)
     rate = Reference.read(reference).tallies["code"].acceptance
     Path("scrapes").mkdir()
     # the server was started again in between
@@ -295,6 +326,7 @@ def test_counters_of_a_server_are_watched_as_totals(
     assert content["domains"]["code"]["fresh"] == pytest.approx(rate, abs=0.02)  # type: ignore[index]
     Path("scrapes/9.prom").write_text(SCRAPE.format(passes=9000, accepted=int(0.4 * rate * 9000)))
     assert main(given) == 1
+    assert held == [True, True], "a repeated watch writes like the first one"
     Path("other.txt").write_text("nothing_total 5\n")
     assert main([*given[:-1], "watch.metrics=[other.txt]"]) == 2
     assert "has no counters of a known engine" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """One process of a divided target: compares it with the whole one, which it also holds.
 
-torchrun ... -m tests.train.sharding_worker TARGET ...
+torchrun ... -m tests.train.sharding_worker DTYPE TARGET ...
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ from train.distributed import World, join_world
 from train.engines.base import EngineConfig
 from train.target.sharding import DividedLayers, load_target
 
+DTYPE = sys.argv[1]
 REQUESTS = [Request(i, (3, 4 + i, 5), i, 8) for i in range(2)]
+
+
+def target_of(folder: str) -> TargetConfig:
+    return TargetConfig(folder, device="cpu", dtype=DTYPE)
 
 
 def job_of(folder: str, sharding: str) -> TrainingJob:
     """A training of the target in `folder`, of which only the target matters."""
-    given = {**settings(Path(folder)), "target": TargetConfig(folder, device="cpu")}
+    given = {**settings(Path(folder)), "target": target_of(folder)}
     return (
         TrainingJob(**{**given, "out": Path(folder)})
         if sharding == "none"
@@ -65,7 +70,7 @@ def answers(target: TargetModel) -> list[tuple[int, ...]]:
 
 def compare(folder: str, world: World) -> None:
     """Features, weights, decoding and memory of a divided target against the whole one."""
-    whole = TargetModel.load(TargetConfig(folder, device="cpu"))
+    whole = TargetModel.load(target_of(folder))
     target, access = load_target(job_of(folder, "zero3"), world)
     assert isinstance(access, DividedLayers)
     assert target.info == whole.info
@@ -76,6 +81,9 @@ def compare(folder: str, world: World) -> None:
     assert set(target.weights.state) == set(whole.weights.state)
     for name, value in whole.weights.state.items():
         assert torch.equal(target.weights.state[name], value), name
+    buffers = dict(whole.model.named_buffers())
+    for name, value in target.model.named_buffers():
+        assert value.dtype == buffers[name].dtype and torch.equal(value, buffers[name]), name
     with access.main_alone():
         if world.is_main:
             assert answers(target) == answers(whole)
@@ -120,7 +128,7 @@ def stop_early(folder: str, world: World) -> None:
     world.wait()
 
 
-def main(*folders: str) -> None:
+def main(_: str, *folders: str) -> None:
     """Every target once."""
     torch.set_num_threads(1)
     world = join_world("cpu")

@@ -206,6 +206,50 @@ def test_slurm_begins_no_training_on_answers_that_are_not_complete(
     assert not (out / "train").exists()
 
 
+def test_slurm_tells_the_tasks_how_often_they_were_started_again(
+    tmp_path: Path, tools: Path
+) -> None:
+    """`run.overwrite` must not delete what the job has begun."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f'export PATH="{tools}:$PATH"\n', encoding="utf-8")
+    stage = '#!/usr/bin/env bash\necho "restarts: ${HEADSTART_RESTARTS:-none}"\n'
+    stage += '[[ "${HEADSTART_RESTARTS:-1}" == 1 ]]\n'  # the first start fails
+    (tools / "headstart").write_text(stage, encoding="utf-8")
+    (tools / "headstart").chmod(0o755)
+    job = {
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "1",
+        "VENV": str(tmp_path),
+        "TOOLS": str(tools),
+    }
+    said = start([str(LAUNCH / "train.slurm"), "run.overwrite=true"], **job).splitlines()
+    found = [line for line in said if line.startswith("restarts: ")]
+    assert found == ["restarts: 0", "restarts: 1", "restarts: none"]  # the last: --complete
+
+
+@pytest.mark.parametrize("script", ["train.slurm", "sweep.slurm"])
+def test_slurm_gives_every_task_the_cores_of_the_job(
+    tmp_path: Path, tools: Path, script: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f'export PATH="{tools}:$PATH"\n', encoding="utf-8")
+    stage = '#!/usr/bin/env bash\necho "cores: $SRUN_CPUS_PER_TASK"\n'
+    (tools / "headstart").write_text(stage, encoding="utf-8")
+    (tools / "headstart").chmod(0o755)
+    job = {
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_CPUS_PER_TASK": "8",
+        "SLURM_ARRAY_TASK_ID": "0",
+        "VENV": str(tmp_path),
+        "TOOLS": str(tools),
+    }
+    said = start([str(LAUNCH / script), "run.name=r"], **job)
+    assert said.count("cores: 8") >= 2
+
+
 def test_slurm_begins_nothing_when_the_time_is_over(tmp_path: Path, tools: Path) -> None:
     job = {
         "SLURM_JOB_NODELIST": "localhost",

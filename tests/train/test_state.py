@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,6 +199,25 @@ def test_damage_that_one_process_finds_counts_for_all(tmp_path: Path) -> None:
     process = start(2, "tests.train.newest_worker", tmp_path)
     process.communicate(timeout=120)  # processes that disagree wait for one another
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["2", "2"]
+
+
+@pytest.mark.parametrize(("seen", "step"), [("late", "4"), ("never", "2")])
+def test_all_processes_continue_from_one_state_although_they_see_others(
+    tmp_path: Path, seen: str, step: str
+) -> None:
+    """The second process sees the newest state, which the main process lists, late or never."""
+    states, others = store(tmp_path), tmp_path / "others"
+    for number in (2, 4):
+        states.save(number, trained(), {}, RUN)
+    shutil.copytree(states.directory, others)
+    if seen == "late":
+        (others / "step_00000004").rename(others / "step_00000004.late")
+    else:
+        shutil.rmtree(others / "step_00000004")
+    process = start(2, "tests.train.newest_worker", tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == [step, step]
+    assert ("process 1 does not see" in output) == (seen == "never")
 
 
 @pytest.mark.parametrize("obstacle", ["random_state", "state_file"])

@@ -24,11 +24,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
+from heads.nn.chunks import agreeing
 from train.distributed import World, join_world
 from train.engines import shards
 from train.engines.base import EngineConfig, Objective, cpu_copies, fill_gradients
@@ -129,10 +131,10 @@ class DeepSpeedEngine:
         self.names = list(drafter.state_dict())
         trained = [p for p in drafter.parameters() if p.requires_grad]
         settings = make_settings(config, optim.clip, sum(p.numel() for p in trained))
-        # DeepSpeed reads LOCAL_RANK while it works; `close` removes it, since other code would take
-        # it as the sign of a launch.
+        # DeepSpeed reads LOCAL_RANK while it works, and moves the drafter to the CUDA device of
+        # that number; `close` removes it, since other code would take it as the sign of a launch.
         self._alone = "LOCAL_RANK" not in os.environ
-        os.environ.setdefault("LOCAL_RANK", "0")
+        os.environ.setdefault("LOCAL_RANK", str(world.device.index or 0))
         self.engine, *_ = self.deepspeed.initialize(
             model=Objective(drafter, config, world.device.type),
             optimizer=make_optimizer(drafter, optim),
@@ -151,9 +153,17 @@ class DeepSpeedEngine:
     def forward_backward(self, batch: TrainBatch, supervised: int, last: bool) -> LossOutput:
         """See `TrainEngine`. DeepSpeed divides by the number of processes, hence the factor."""
         self.engine.set_gradient_accumulation_boundary(last)
-        loss = self.engine(batch)
+        alone = self.stage < 3 or self.world.size == 1
+        with nullcontext() if alone else agreeing(self._largest):
+            loss = self.engine(batch)
         self.engine.backward(loss * (self.world.size / supervised), scale_wrt_gas=False)
         return LossOutput(loss.detach(), self.engine.module.metrics)
+
+    def _largest(self, count: int) -> int:
+        """The largest number that a process gives. Collective."""
+        counts = torch.zeros(self.world.size, dtype=torch.int64, device=self.world.device)
+        counts[self.world.rank] = count
+        return int(self.world.add(counts).max())
 
     def step(self, rate: float) -> float:
         """See `TrainEngine`. Stage 0 has no ZeRO optimiser and is clipped here; ZeRO 1 to 3 clip

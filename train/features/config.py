@@ -175,8 +175,8 @@ class FeaturesConfig:
         loading: str = "",
     ) -> Identity:
         """The identity of a store that serves `needs` on answers (of `domains`; empty: all) in rows
-        of `length` tokens. loading: see `train.target.settings.loading_of`. Raises `UserError`
-        for features that the source does not have."""
+        of `length` tokens. loading: see `inference.target.settings.loading_text`. Raises
+        `UserError` for features that the source does not have."""
         self.require_returned(needs)
         last = needs.last_hidden or needs.logits
         top = self.top_logits if last else 0

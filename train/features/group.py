@@ -29,6 +29,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
+from inference.target.settings import loading_text
 from train.config import TrainingJob
 from train.data.loader import PackedBatch
 from train.distributed import JOIN_TIMEOUT, World
@@ -42,7 +43,6 @@ from train.features.store.codec import parts_of
 from train.features.store.layout import LAST, TOP, precision_of
 from train.manifest import TrainManifest, read_training
 from train.stopping import StopRequest
-from train.target.settings import loading_of
 
 HELLO, ROWS, BYE = 0, 1, 2
 HEADER_TAG, ROWS_TAG, ANSWER_TAG = 1, 2, 3
@@ -91,7 +91,9 @@ def run_in_group(
     with StopRequest() as request:  # trainers get the signal too; they save, then send BYE
         try:
             key = key_of(
-                target.info, precision_of(job.engine.dtype, target.dtype), loading_of(job.target)
+                target.info,
+                precision_of(job.engine.dtype, target.dtype),
+                loading_text(job.target.unusual),
             )
             complete = serve(target, job.engine.dtype, key, division.trainers_of(world.rank))
         except RuntimeError:
@@ -130,7 +132,19 @@ class Link:
             return cls(host, None, division, world.device)
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         device = dist.new_group(everyone, backend=backend, timeout=JOIN_TIMEOUT)
-        return cls(host, device, division, world.device)
+        link = cls(host, device, division, world.device)
+        link._connect(world.rank)
+        return link
+
+    def _connect(self, rank: int) -> None:
+        """Send a byte from every target process to each of its trainers. NCCL connects a pair at
+        its first transfer, which could otherwise wait for an answer on its way to another trainer,
+        and that one, in the exchange of gradients, for this pair."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.here)
+        if rank < self.division.trainers:
+            dist.recv(byte, self.division.target_of(rank), group=self.device)
+        for trainer in self.division.trainers_of(rank):
+            dist.send(byte, trainer, group=self.device)
 
 
 _links: list[Link] = []
@@ -327,7 +341,7 @@ class Sending:
             dist.send(answer.cpu(), trainer, group=host, tag=ANSWER_TAG)
             return
         self._under_way = [sent for sent in self._under_way if not sent[0].is_completed()]
-        # announce first: NCCL connects both at their first transfer, which the trainer must join
+        # announce first: the trainer receives only what is computed
         dist.send(torch.ones(1, dtype=torch.uint8), trainer, group=host, tag=ANSWER_TAG)
         self._under_way.append((dist.isend(answer, trainer, group=self.link.device), answer))
 

@@ -19,7 +19,7 @@ from train.features.fetch import FetchedFeatures, Source, ThreadedSource
 from train.features.group import GroupSource
 from train.features.remote import wire
 from train.features.remote.client import RemoteClient
-from train.features.store.batches import Content, batch_on, top_word
+from train.features.store.batches import Content, batch_on, to_cpu, top_word
 from train.features.store.layout import precision_of
 from train.features.store.reader import StoreReader
 
@@ -50,8 +50,8 @@ def require_logits_only(
 def fetch_from(
     target: FeatureTarget, dtype: torch.dtype, ask: wire.Ask, packed: PackedBatch
 ) -> Content:
-    """The features of a batch, in the requested form."""
-    return wire.compute(target, dtype, ask, packed)[0]
+    """The features of a batch, in the requested form, on the CPU."""
+    return to_cpu(wire.compute(target, dtype, ask, packed)[0])
 
 
 def make_features(
@@ -68,7 +68,7 @@ def make_features(
 ) -> Features:
     """The configured source for a training of `steps` steps on `answers`. on_policy: whether rows
     are rewritten during training, so that no store has their features. loading: how the target is
-    loaded (`train.target.settings.loading_of`). Raises `UserError` for
+    loaded (`inference.target.settings.loading_text`). Raises `UserError` for
     settings that do not fit together."""
     online = OnlineFeatures(target, needs, dtype)
     if config.mode == "online":

@@ -180,14 +180,16 @@ def build(
     provenance: Mapping[str, object] | None = None,
     *,
     info: TargetInfo | None = None,
+    reader: Path | None = None,
 ) -> FeedbackManifest:
     """Write the answers with weights from their records to `out` and return the manifest; a
-    complete result there is left as it is.
+    complete result there is left as it is, and one of other settings or inputs is replaced.
 
     records: folders of records, the first for the first folder of answers and so on; one may be
     missing, and answers without records weigh 1. info: the target, needed if config.sequences takes
-    documents from records alone. Call it in the main process only. Raises `UserError` for damaged
-    input, input of several targets, or if nothing is left to train on.
+    documents from records alone. reader: a training that has read what is in `out`, which is then
+    not replaced. Call it in the main process only. Raises `UserError` for damaged input, input of
+    several targets, for a result that is not replaced, or if nothing is left to train on.
     """
     sources, info, facts = _open(records, answers, config, info)
     settings = json.loads(json.dumps(asdict(config)))
@@ -201,10 +203,17 @@ def build(
                 f"'{out}' holds answers that are no feedback, and is not overwritten. Give "
                 "another folder."
             )
-        if manifest["feedback"].get("key") == key:
+        known = manifest["feedback"].get("key")
+        if known == key:
             for entry in manifest["shards"]:
                 verify_file(out, entry)
             return manifest
+        if reader is not None:
+            raise UserError(
+                f"'{reader}' has been trained on '{out}', which was made with other settings or "
+                f"inputs: {differences(known, key)}. Give the former ones, choose another "
+                "run.name, or start again with run.overwrite=true."
+            )
         (out / MANIFEST_FILE).unlink()
     if (out / SETTINGS).is_file():
         raise UserError(
@@ -243,6 +252,18 @@ def build(
     }
     write_manifest(out, "generate", content, provenance)
     return cast(FeedbackManifest, read_answers(out))
+
+
+def differences(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> str:
+    """In words, how the key of a manifest (`FeedbackFacts`) differs from another one."""
+    before, after = (old or {}).get("settings", {}), new["settings"]
+    changed = [
+        f"feedback.{name} was {before.get(name)!r}, is {value!r}"
+        for name, value in after.items()
+        if before.get(name) != value
+    ]
+    same = (old or {}).get("inputs") == new["inputs"]
+    return "; ".join([*changed, *([] if same else ["other answers or records are given"])])
 
 
 def _open(

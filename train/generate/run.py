@@ -62,7 +62,6 @@ from train.generate.turns import Backend
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
 from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
-from train.target.settings import unusual_loading
 
 SHOWN_REASONS = 5
 REPORTED_DOCUMENTS = 256
@@ -247,7 +246,7 @@ def settings_of(job: GenerateJob, model: AnyTarget, read: Input) -> dict[str, An
         settings["target"]["dtype"] = job.target.dtype_name
         own = backend_of(job.decode) == "own"
         if own:
-            settings["target"] |= unusual_loading(job.target)
+            settings["target"] |= job.target.unusual
         settings["sampling"] = sampling_of(job.decode, own and job.config.drafter is not None)
     return settings
 

@@ -338,10 +338,16 @@ class Learner:
             if (answers := last.facts.get("answers", pairs)) > pairs:
                 words += f", of {answers}: others are of clients beyond learn.client_share"
             raise CandidateError(words)
+        begun = self.journal.last(COLLECTED, cycle=last.cycle)
+        assert begun is not None, "a cycle begins with its traffic"
         try:
             if own:
                 self.server.end_trial(keep=True)
-            elif not same_folder(self.server.current(), candidate):
+            elif not same_folder(serves := self.server.current(), candidate):
+                if not self.server.tries and not same_folder(serves, Path(served_by(begun))):
+                    raise CandidateError(
+                        f"'{serves}' serves now, with which the candidate was not compared"
+                    )
                 self.server.install(candidate)
         except UserError as error:
             raise CandidateError(str(error)) from error

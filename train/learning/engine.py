@@ -1,7 +1,8 @@
 """The learner's view of an engine that serves exported drafters, such as vLLM. The engine keeps its
 drafter while it runs: an accepted candidate is exported, and loaded when the engine is restarted.
 
-    <folder>/engine.json       the drafter that was exported last, its export and command
+    <folder>/engine.json       the drafter that was exported last, its export and command; until
+                               then, the drafter that was given
     <folder>/exports/0003/     an export; earlier ones are kept, since an engine may be restarted
                                with them
 """
@@ -23,15 +24,15 @@ Export = Callable[[Path, Path], str]
 
 class ExportingServer:
     """A `train.learning.server.Server` without trials. drafter: the checkpoint whose export the
-    engine serves at first; export: raises `UserError` for a drafter that the engine cannot
-    load."""
+    engine serves until learning exports one; export: raises `UserError` for a drafter that the
+    engine cannot load."""
 
     tries = False
 
     def __init__(self, folder: Path, drafter: Path, export: Export) -> None:
         self.folder, self.export = folder, export
         self._state = folder / STATE_FILE
-        if not self._state.is_file():
+        if not self._state.is_file() or not self._known()["export"]:
             write_json(self._state, {"drafter": str(drafter.resolve()), "export": ""})
 
     def current(self) -> str:

@@ -13,7 +13,7 @@ and the other processes, waiting in `main_alone`, send their pieces of it.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -28,10 +28,11 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig, checked_config, decoder_layers, load_model
 from inference.target.model import TargetModel
+from inference.target.shared import kept_tensors, text_name
 from inference.target.taps import find_decoder, find_layers
 from train.config import TrainingJob
 from train.distributed import JOIN_TIMEOUT, World
-from train.target.parts import empty_model, loader, move_buffers, replace_parameters
+from train.target.parts import empty_model, loader, replace_parameters
 
 _DONE = -1
 
@@ -99,7 +100,7 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
     """The target's modules, with real weights only in the main process, and the number of their
     parameters. Collective."""
     described = checked_config(config)
-    facts: list[Any] = [None, None, None]
+    facts: list[Any] = [None, None, None, None]
     model = None
     if world.is_main:
         try:
@@ -110,25 +111,37 @@ def share_model(config: TargetConfig, world: World) -> tuple[Any, int]:
                     "engine.target_sharding cannot divide. Use its unquantised checkpoint, or "
                     "engine.target_sharding=none."
                 )
-            named = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
-            facts = [named, getattr(model.generation_config, "eos_token_id", None), None]
+            ends = getattr(model.generation_config, "eos_token_id", None)
+            facts = [_described(model.named_parameters()), _buffers_of(model), ends, None]
         except UserError as error:
-            facts[2] = str(error)
+            facts[3] = str(error)
     dist.broadcast_object_list(facts, group=world.group)
-    named, ends, failure = facts
+    named, buffers, ends, failure = facts
     if failure is not None:
         raise UserError(failure)
     if model is None:
         model = empty_model(config, described)
         if model.generation_config is not None:
             model.generation_config.eos_token_id = ends
-    _place(model, named, world)
+    _place(model, named, buffers, world)
     return model, sum(prod(shape) for _, shape, _ in named)
 
 
-def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], world: World) -> None:
-    """Copy the weights that stay whole to every process; layers' weights stay in the main
-    process."""
+Described = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and dtype of a weight or buffer."""
+
+
+def _described(tensors: Iterable[tuple[str, Tensor]]) -> list[Described]:
+    return [(name, tuple(value.shape), value.dtype) for name, value in tensors]
+
+
+def _buffers_of(model: Any) -> list[Described]:
+    return _described(model.named_buffers(remove_duplicate=False))
+
+
+def _place(model: Any, named: list[Described], buffers: list[Described], world: World) -> None:
+    """Copy the weights that stay whole and all buffers to every process; layers' weights stay in
+    the main process."""
     inside = {id(p) for p in _layers_of(model).parameters()}
     here = dict(model.named_parameters())
     names = [name for name, _, _ in named]
@@ -147,10 +160,18 @@ def _place(model: Any, named: list[tuple[str, tuple[int, ...], torch.dtype]], wo
         dist.broadcast(as_bytes(value), src=0, group=world.group)
         fresh[id(old)] = nn.Parameter(value, requires_grad=False)
     replace_parameters(model, fresh)
-    move_buffers(model, world.device)
-    for _, buffer in model.named_buffers():
-        if buffer.numel():
-            dist.broadcast(as_bytes(buffer), src=0, group=world.group)
+    own = [name for name, *_ in _buffers_of(model)]
+    assert own == [name for name, *_ in buffers], "other buffers in another process"
+    for name, shape, dtype in buffers:
+        # Loading keeps some in float32, whatever the model's dtype; empty modules do not.
+        value = torch.empty(shape, dtype=dtype, device=world.device)
+        place, _, key = name.rpartition(".")
+        kept = model.get_submodule(place)._buffers
+        if world.is_main:
+            value.copy_(kept[key])
+        if value.numel():
+            dist.broadcast(as_bytes(value), src=0, group=world.group)
+        kept[key] = value
 
 
 def _layers_of(model: Any) -> nn.ModuleList:
@@ -324,7 +345,7 @@ class DividedState(UserDict[str, Tensor]):
     processes ask in the same order, or only the main process does, inside `main_alone`."""
 
     def __init__(self, model: nn.Module, divided: DividedLayers) -> None:
-        super().__init__(model.named_parameters())
+        super().__init__({text_name(name): value for name, value in kept_tensors(model).items()})
         self._divided = divided
         self._layer = {
             id(parameter): index

@@ -144,31 +144,40 @@ class _TimedWork:
         return getattr(self._work, name)
 
 
+_counting: list[tuple[Clock, int]] = []
+"""The clock of the training that runs now, and its thread; empty if there is none."""
+
+
+def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose time is communication of the training that runs when it is called:
+    DeepSpeed keeps such functions from the process's first training for all later ones."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        clock, owner = _counting[-1] if _counting else (None, 0)
+        # Threads that fetch ahead run in parallel to the training. Threads of the backward pass
+        # run instead of it.
+        beside = threading.get_ident() != owner and torch._C._current_graph_task_id() == -1
+        if clock is None or beside:
+            return function(*args, **kwargs)
+        with clock.part("communication"):
+            work = function(*args, **kwargs)
+        return _TimedWork(work, clock) if isinstance(work, dist.Work) else work
+
+    return run
+
+
 @contextmanager
 def timing_collectives(clock: Clock) -> Iterator[None]:
     """Count time in torch.distributed's collectives as communication, from any caller. Put it
     around making the engine as well: DeepSpeed keeps some of these functions when it starts."""
-
-    owner = threading.get_ident()
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # Threads that fetch ahead run in parallel to the training. Threads of the backward pass
-            # run instead of it.
-            if threading.get_ident() != owner and torch._C._current_graph_task_id() == -1:
-                return function(*args, **kwargs)
-            with clock.part("communication"):
-                work = function(*args, **kwargs)
-            return _TimedWork(work, clock) if isinstance(work, dist.Work) else work
-
-        return run
-
     plain = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     for name, function in plain.items():
-        setattr(dist, name, timed(function))
+        setattr(dist, name, _timed(function))
+    _counting.append((clock, threading.get_ident()))
     try:
         yield
     finally:
+        _counting.pop()
         for name, function in plain.items():
             setattr(dist, name, function)

@@ -18,9 +18,11 @@ from inference.decoding.decode_file import Tuned
 from inference.decoding.rules import names
 from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
+from inference.export.layouts.folder import ExportNotes
 from inference.report import claims, markdown
-from inference.report.model import DraftFacts, Report
+from inference.report.model import DrafterResult, DraftFacts, Report
 from inference.report.quoting import code, escape, fence, one_line
+from inference.target.settings import loading_text
 
 LIBRARY = "headstart"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -36,6 +38,7 @@ ENVIRONMENT.globals |= {
     "markdown": markdown,
     "promises": names,
     "lines": "\n".join,
+    "loading_text": loading_text,
 }
 ENVIRONMENT.filters |= {
     "text": escape,
@@ -52,7 +55,8 @@ class Training:
     """How a drafter was trained.
 
     tokens: positions of answers seen; seconds: of the whole run; revision: of Headstart's git;
-    tau_measured: whether the best checkpoint was chosen by its measured tau.
+    tau_measured: whether the best checkpoint was chosen by its measured tau; start: None for fresh
+    weights.
     """
 
     steps: int
@@ -60,6 +64,24 @@ class Training:
     seconds: float
     revision: str
     tau_measured: bool = True
+    start: Start | None = None
+
+    @property
+    def starts(self) -> list[Start]:
+        """What it continued, then what that continued, and so on."""
+        if self.start is None:
+            return []
+        before = self.start.training
+        return [self.start, *(before.starts if before else [])]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The drafter that a training continued. name: on the Hub, or of its folder; training: its own,
+    where that is known."""
+
+    name: str
+    training: Training | None = None
 
 
 def select_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
@@ -72,7 +94,7 @@ def select_measured(report: Report, weights_sha256: str, source: str = "the repo
             f"{weights_sha256[:12]}... (it measured: {others}). The weights have changed since, or "
             "it is another drafter's report. Run `headstart measure` again."
         )
-    return report.model_copy(update={"drafters": found})
+    return report.only(found)
 
 
 def card(
@@ -81,15 +103,15 @@ def card(
     checkpoint: Mapping[str, Any],
     about: PushConfig,
     images: Sequence[str] = (),
-    engines: Mapping[str, str] | None = None,
+    engines: Mapping[str, ExportNotes] | None = None,
     training: Training | None = None,
     tuned: Tuned | None = None,
 ) -> str:
     """The text of README.md, from `card.md.j2`.
 
     reports: by title; checkpoint: the drafter's config.json; images: names of the plots; engines:
-    name of an engine, and of its folder -> the command that serves the target with it; tuned: the
-    content of its decode.yaml. Raises `UserError` if a report did not measure these weights. Unless
+    name of an engine, and of its folder -> the notes of the export; tuned: the content of its
+    decode.yaml. Raises `UserError` if a report did not measure these weights. Unless
     `about.allow_mismatches` is set, it is also raised if a report decoded with a lossy rule or
     measured text that was not the target's.
     """
@@ -115,7 +137,6 @@ def card(
         )
     firsts = [report.drafters[0] for report in own.values()]
     draft = firsts[0].draft
-    taus = [(name, found.tau) for one in firsts for name, found in one.domains.items()]
     return TEMPLATE.render(
         front=front_matter(checkpoint, about),
         name=about.repo.split("/")[-1],
@@ -135,10 +156,18 @@ def card(
         engines=engines or {},
         training=training,
         tuned=tuned,
-        domains=sorted({name for name, _ in taus}),
-        slowest=min(taus, key=lambda pair: pair[1], default=None),
+        domains=sorted({name for one in firsts for name in one.domains}),
+        weakest={title: weakest(one) for title, one in zip(own, firsts, strict=True)},
         batches=sorted({each.batch_size for each in settings}),
     )
+
+
+def weakest(drafter: DrafterResult) -> str:
+    """The domain with the lowest tau, if its interval lies below that of all prompts; otherwise
+    empty. An interval of a single prompt shows nothing."""
+    name = min(drafter.domains, key=lambda name: drafter.domains[name].tau, default="")
+    low, high = drafter.domains[name].tau_ci95 if name else (0.0, 0.0)
+    return name if low < high < drafter.tau_ci95[0] else ""
 
 
 def base_model(checkpoint: Mapping[str, Any], about: PushConfig) -> str:

@@ -4,37 +4,38 @@
     vllm/ sglang/ speculators/ transformers/                    exports, each loadable by its engine
     manifest.json                                               SHA-256 of every other file; last
 
-The folder is complete or absent. It requires a report that measured exactly these weights.
+The folder is complete or absent. It requires a report that measured exactly these weights. Of the
+reports it holds what concerns them and plain decoding, and no file names folders of this machine.
 """
 
 from __future__ import annotations
 
-import mmap
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NotRequired
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
+from heads.api.adapter import ADAPTER_CONFIG
 from heads.api.checkpoint import ADAPTER_KEY, CONFIG_FILE, WEIGHTS_FILE, read_config
 from heads.api.errors import UserError
+from heads.api.reading import read_object
 from inference import manifest
-from inference.decoding.decode_file import DECODE_FILE, read_current
+from inference.decoding.decode_file import DECODE_FILE, change_values, read_current
 from inference.export.engine_folder import custom_class, serve
-from inference.export.hub.card import Training, base_model, card, select_measured
+from inference.export.hub.card import Start, Training, base_model, card, select_measured
 from inference.export.hub.config import PushConfig
+from inference.export.hub.private import find_secret, hide, hide_command, last_part
 from inference.export.layouts.folder import ExportNotes
 from inference.folders import EXPORT_FILE, copy_plain, plain_files, replace_folder
 from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest_as
-from inference.report.model import Report, read_report, write_report
+from inference.report.model import Report, parse_report, read_report, write_report
+from inference.target.settings import loading_text
 
 CARD_FILE, REPORT_FILE = "README.md", "report.json"
 STAGE = "push"
-SECRET = re.compile(rb"\bhf_[A-Za-z0-9]{30,}|h\0f\0_\0(?:[A-Za-z0-9]\0){30,}")
-"""An access token in UTF-8 and compatible encodings, and in UTF-16."""
 
 
 class Best(TypedDict):
@@ -62,6 +63,7 @@ class Trained(TypedDict):
     tokens: int
     seconds: float
     best: Best
+    head: NotRequired[dict[str, Any]]
     provenance: NotRequired[Provenance]
 
 
@@ -82,7 +84,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
     that was not lossless, or an engine's folder that was exported from other weights.
     """
     require_unchanged(sources.checkpoint)
-    weights, description = sources.checkpoint / WEIGHTS_FILE, read_config(sources.checkpoint)
+    weights, description = sources.checkpoint / WEIGHTS_FILE, hide(read_config(sources.checkpoint))
     if ADAPTER_KEY in description:
         raise UserError(
             f"'{sources.checkpoint}' is an adapter, which drafts with its base only, and what is "
@@ -109,7 +111,10 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
                 f"{measured.revision}), but the drafter belongs to '{target['id']}' (revision "
                 f"{target['revision']}). Measure it with its own target."
             )
-    own = {title: select_measured(report, digest, title) for title, report in loaded.items()}
+    own = {
+        title: parse_report(hide(select_measured(report, digest, title).to_dict()), title)
+        for title, report in loaded.items()
+    }
     address = base_model(description, about) or target["id"]
     exports = {
         name: read_export(name, folder, digest, address)
@@ -119,24 +124,37 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
 
     with replace_folder(out, STAGE, "push") as fresh:
         images = [path.name for path in plot_all(own, fresh)]
-        engines = {name: notes.serve for name, notes in exports.items()}
         tuned, training = read_current(sources.checkpoint), read_training(sources.checkpoint)
-        text = card(loaded, digest, description, about, images, engines, training, tuned)
+        text = card(own, digest, description, about, images, exports, training, tuned)
         for name in (WEIGHTS_FILE, CONFIG_FILE, *((DECODE_FILE,) if tuned else ())):
             copy_plain(sources.checkpoint / name, fresh / name)
-        for number, report in enumerate(loaded.values(), 1):
+        hide_in(fresh / CONFIG_FILE)
+        if tuned:
+            change_values(fresh / DECODE_FILE, hide_command, hide)
+        for number, report in enumerate(own.values(), 1):
             name = REPORT_FILE if number == 1 else f"report_{number}.json"
             write_report(report, fresh / name)
         for name, notes in exports.items():
             for file in packed_files(sources.engines[name], notes):
                 copy_plain(sources.engines[name] / file, fresh / name / file)
-            manifest.write_json(fresh / name / EXPORT_FILE, asdict(notes))
+            for file in (CONFIG_FILE, ADAPTER_CONFIG):  # speculators and peft name the target there
+                hide_in(fresh / name / file, notes)
+            manifest.write_json(fresh / name / EXPORT_FILE, hide(asdict(notes)))
         (fresh / CARD_FILE).write_text(text, encoding="utf-8")
         files = [manifest.file_entry(fresh, name) for name in sorted(plain_files(fresh))]
         facts = {"kind": description["kind"], "repo": about.repo, "files": files}
         manifest.write_manifest(fresh, STAGE, facts)
         check_folder(fresh)
     return out
+
+
+def hide_in(path: Path, notes: ExportNotes | None = None) -> None:
+    """`hide` the values of a JSON file, if it exists. notes: of the export that lists the file."""
+    content = read_object(path) if path.is_file() else {}
+    if hide(content) != content:
+        manifest.write_json(path, hide(content))
+        if notes and notes.files:
+            notes.files[path.name] = file_sha256(path)
 
 
 def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNotes:
@@ -161,26 +179,53 @@ def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNote
     command = serve(notes.engine, target, place, asked, notes.decode_settings)
     custom = custom_class(target, place, asked) if notes.serve_as_custom_class else ""
     source = {"checkpoint": "..", "sha256": found}
-    return replace(notes, source=source, serve=command, serve_as_custom_class=custom)
+    return replace(
+        notes, source=source, serve=command, serve_as_custom_class=custom, notes=hide(notes.notes)
+    )
 
 
-def read_training(checkpoint: Path) -> Training | None:
+def read_training(checkpoint: Path, later: Sequence[Path] = ()) -> Training | None:
     """How the drafter was trained, from the manifest of the training that wrote `checkpoint`. None
-    for a checkpoint outside a training's folder."""
+    for a checkpoint outside a training's folder. later: folders of trainings that continued it."""
     folder = checkpoint.parent
     if not (folder / MANIFEST_FILE).is_file():
         return None
     record = read_manifest_as(Trained, folder, "train")
     revision = str(record.get("provenance", {}).get("git", {}).get("revision", ""))
     measured = record["best"]["tau"] is not None
-    return Training(record["steps"], record["tokens"], record["seconds"], revision, measured)
+    numbers = record["steps"], record["tokens"], record["seconds"]
+    begin = (record.get("head", {}).get("refresh") or {}).get("init_from")
+    start = read_start(Path(str(begin)), [*later, folder.resolve()]) if begin else None
+    return Training(*numbers, revision, measured, start)
+
+
+def read_start(checkpoint: Path, later: Sequence[Path]) -> Start:
+    """The drafter that the last of the trainings in `later` continued."""
+    try:
+        known = checkpoint.parent.resolve() not in later
+        return Start(name_start(checkpoint), read_training(checkpoint, later) if known else None)
+    except UserError:  # of another stage, or changed since
+        return Start(last_part(str(checkpoint)))
+
+
+def name_start(checkpoint: Path) -> str:
+    """The Hub name of a checkpoint, or the last part of its path that tells something; of an
+    imported one, that of its source."""
+    path = checkpoint / MANIFEST_FILE
+    record = read_object(path) if path.is_file() else {}
+    if record.get("stage") == STAGE:
+        return str(record.get("repo"))
+    place = Path(str(record.get("source") or checkpoint))
+    cached = [part.split("--") for part in place.parts if part.startswith("models--")]
+    return "/".join(cached[0][1:]) if cached else last_part(str(place).removesuffix("/best"))
 
 
 def name_reports(reports: Sequence[Report]) -> dict[str, Report]:
     """Reports by a title that names their conditions; equal titles are numbered."""
     named: dict[str, Report] = {}
     for report in reports:
-        title = f"temperature {report.settings.temperature:g}, {report.device.name}"
+        parts = f"temperature {report.settings.temperature:g}", report.device.name
+        title = ", ".join(filter(None, (*parts, loading_text(report.target.loading))))
         named[title if title not in named else f"{title} ({len(named) + 1})"] = report
     return named
 
@@ -190,7 +235,7 @@ def check_folder(folder: Path) -> dict[str, int]:
     published.
 
     It needs weights, a card, a report that measured exactly these weights, and files as its
-    manifest lists them. No file may contain an access token.
+    manifest lists them. No file may contain a credential.
     """
     for name in (WEIGHTS_FILE, CONFIG_FILE, CARD_FILE, REPORT_FILE, MANIFEST_FILE):
         if not (folder / name).is_file():
@@ -204,10 +249,10 @@ def check_folder(folder: Path) -> dict[str, int]:
     files = {}
     for name in sorted(plain_files(folder)):
         path = folder / name
-        if holds_token(path):
+        if secret := find_secret(path):
             raise UserError(
-                f"'{path}' holds what looks like a Hub access token. Revoke it, and measure "
-                "without it on the command line."
+                f"'{path}' holds what looks like {secret}. Revoke it, and measure without it on "
+                "the command line."
             )
         files[name] = path.stat().st_size
     manifest.verify_listed(folder, STAGE, files)
@@ -233,11 +278,3 @@ def packed_files(folder: Path, notes: ExportNotes) -> list[str]:
             f"'{folder}' lacks {missing[0]}, which was exported. Export the drafter again."
         )
     return found
-
-
-def holds_token(path: Path) -> bool:
-    """Whether a file of any kind contains what looks like a Hub access token."""
-    if not path.stat().st_size:
-        return False
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return SECRET.search(content) is not None

@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -107,16 +107,18 @@ def measure_server(
     provenance: Provenance | None = None,
     console: Console | None = None,
     texts: dict[str, str] | None = None,
+    accepted: Callable[[], None] = lambda: None,
 ) -> schema.Report:
     """Measure `config.server` on the prompts; writes `out`/report.json and returns its content.
 
     decode: sampling settings and length of the answers. tokenizer: renders messages where
     `bench.serving.api` is completions, and counts the tokens of `bench.contexts`. texts: receives
-    the server's last text for every prompt. Raises `UserError` for a server that cannot be
+    the server's last text for every prompt. accepted: called once the server and the prompts are
+    accepted, before anything in `out` is replaced. Raises `UserError` for a server that cannot be
     measured.
     """
     require_sent(decode)
-    session = _Session(config, decode, loaded, tokenizer, out)
+    session = _Session(config, decode, loaded, tokenizer, out, accepted)
     with only_writer(out):
         report = asyncio.run(_measured(session, provenance, console))
         schema.write_report(report, out / schema.REPORT_FILE)
@@ -160,6 +162,7 @@ class _Session:
     loaded: Loaded
     tokenizer: Any
     out: Path
+    accepted: Callable[[], None]
     log: WindowLog = field(init=False)
     sides: Sequence[Side] = ()
     groups: Sequence[Group] = ()
@@ -213,6 +216,7 @@ class _Session:
         await self.require_structure([*spare, *measured])
         await self.count_tokens([*spare, *measured])
         warm, per_token = await self.warm_up(spare, measured)
+        self.accepted()
         self.log = WindowLog.open(self.out, self.fingerprint(measured), sides)
         measured = await self.every_turn(measured)
         self.groups = await self.group(measured, per_token)

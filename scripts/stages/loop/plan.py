@@ -14,13 +14,15 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.decoding.draft_file import DRAFT_KEYS
 from scripts.config.compose import parse
+from scripts.config.own import RoundConfig
 from scripts.config.schema import Settings, understands
-from scripts.config.stages import STAGES
+from scripts.config.stages import STAGES, join
 from scripts.run.folder import stage_folder
 from scripts.run.process import shown
 from scripts.stages.loop.steps import Step, derive_generation, derive_measurements, hold_out_benches
 from train.data.answers import USES, held_out_prompts
 from train.data.config import SourceConfig
+from train.feedback.config import FeedbackConfig
 from train.generate.sampling import backend_of
 
 HARD_PROMPTS = "hard_prompts.jsonl"
@@ -30,6 +32,9 @@ MORE = ("variations", "branches")
 answers them."""
 PLAIN = "plain"
 """The trial without any switch."""
+ROUND_STAGES = ("generate", "feedback", "train", "measure")
+"""The stages whose groups a round reads. `feedback` is no stage of its own here: the round makes
+prompts and weights with its settings."""
 TOKEN_ROWS = {"kind": "tokens", "column": "tokens", "id_column": "id", "domain_column": "domain"}
 """How the prompt files of rounds are read."""
 
@@ -43,7 +48,14 @@ class RoundPlan:
 
     def __post_init__(self) -> None:
         loop = self.settings.loop
+        require_read(loop.round)
         self.recipe = loop.recipes[0] if loop.recipes else None
+        rounds = range(len(loop.round.overrides))
+        self.feedbacks = {
+            own: self.settings.derive("feedback", self.recipe, more=own).feedback
+            for own in {(), *(feedback_overrides(loop.round, number) for number in rounds)}
+        }
+        """Overrides of a round -> the values of `feedback` with them."""
         self.train = self.settings.derive("train", self.recipe)
         keys = {item.key_or_group for item in parse(loop.round.judge)}
         self.judge_has_prompts = "bench.prompts" in keys
@@ -122,6 +134,10 @@ class RoundPlan:
         for name in below:
             free = {name: replace(getattr(part, name), **free)}
         return settings.put(**{group: replace(part, **free)})
+
+    def feedback(self, number: int) -> FeedbackConfig:
+        """The values of `feedback` for what round `number` makes from its records."""
+        return self.feedbacks[feedback_overrides(self.settings.loop.round, number)]
 
     # Stages
 
@@ -248,6 +264,29 @@ class RoundPlan:
         none: Any = {"kinds": (), "heads": {}, "drafts": {}}
         measure = replace(found.measure, name="measure", drafters=tuple(checkpoints), **none)
         return place(found.put(measure=measure), folder or self.folder(number))
+
+
+def require_read(config: RoundConfig) -> None:
+    """Raise `UserError` for an override of a round that no stage of a round reads."""
+    for number, overrides in enumerate(config.overrides):
+        for item in parse(overrides):
+            if not any(understands(STAGES[stage], item) for stage in ROUND_STAGES):
+                groups = join(*(" ".join(STAGES[stage].groups) for stage in ROUND_STAGES))
+                raise UserError(
+                    f"loop.round.overrides[{number}]: no round reads '{item.input_line}'. A round "
+                    f"reads the groups {', '.join(groups)}. Leave it out, or give it for the whole "
+                    "loop."
+                )
+
+
+def feedback_overrides(config: RoundConfig, number: int) -> tuple[str, ...]:
+    """What round `number` sets of `feedback`."""
+    own = config.own_overrides(number)
+    return tuple(text for text in own if group_of(text) == "feedback")
+
+
+def group_of(override: str) -> str:
+    return parse([override])[0].key_or_group.split(".")[0]
 
 
 def source_of(data: SourceConfig) -> SourceConfig:

@@ -125,10 +125,10 @@ def work(step: Step, steps: Sequence[Step]) -> float:
     if step.stage.name == "generate":
         return float(prompt_rows(step) * settings.sampling.max_new_tokens)
     if step.stage.name == "train":
-        train, rows = settings.train, max(map(prompt_rows, steps))
+        train, rows = settings.train, answered_rows(steps)
         return float(train.max_steps * train.global_batch or train.epochs * rows)
     if step.stage.name == "features":
-        return float(max(map(prompt_rows, steps)))
+        return float(answered_rows(steps))
     if step.stage.name == "measure":
         drafters = sum(one.stage.name == "train" for one in steps)
         bench, arms = settings.bench, 1 + drafters + len(settings.measure.kinds)
@@ -140,6 +140,11 @@ def work(step: Step, steps: Sequence[Step]) -> float:
 def prompt_rows(step: Step) -> int:
     """Prompts that a generate step answers; 0 for another step."""
     return (step.settings.data.limit or USUAL_ROWS) if step.stage.name == "generate" else 0
+
+
+def answered_rows(steps: Sequence[Step]) -> int:
+    """Prompts that a loop trains on; a usual number if it generates no answers itself."""
+    return max(map(prompt_rows, steps)) or USUAL_ROWS
 
 
 def rate(step: Step, times: dict[str, float]) -> float:

@@ -12,22 +12,33 @@ comes to the same end, unless measured time decides (docs/rounds.md).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
 from heads.api.reading import read_object
-from inference.folders import WRITTEN, copy_plain, is_aside, is_temporary, replace_part
+from inference.folders import WRITTEN, copy_plain, delete_own, is_aside, is_temporary, replace_part
 from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
 from inference.measure.metrics import Gain
 from inference.target.model import TargetModel
 from inference.writers import only_writer
 from scripts.config.schema import Settings
-from scripts.run.folder import name_of, named_file, read_record
+from scripts.run.folder import different, holds_results, in_words, name_of, named_file, read_record
 from scripts.run.process import prepare_process, shown
 from scripts.stages.loop import facts
-from scripts.stages.loop.plan import HARD_PROMPTS, MORE, PLAIN, TRIALS, RoundPlan, begin, place
+from scripts.stages.loop.plan import (
+    HARD_PROMPTS,
+    MORE,
+    PLAIN,
+    TRIALS,
+    RoundPlan,
+    begin,
+    feedback_overrides,
+    place,
+)
 from scripts.stages.loop.speed import measure_generation
 from scripts.stages.loop.steps import Step, perform
 from scripts.stages.loop.table import change, show
@@ -67,24 +78,29 @@ class Rounds:
     """Consecutive rounds without a rise of tau for which no switch was responsible."""
     open_loop: facts.OpenLoopRecord | None = None
     """The training with which the rounds are compared, once it is done."""
+    known: int = 0
+    """Rounds of an earlier command in loop.json, which stays as it is until this one has repeated
+    them."""
 
     def __post_init__(self) -> None:
         self.plan = RoundPlan(self.settings)
         self.config = self.settings.loop
         self.run_folder = self.settings.run.directory
         self.kept = self.run_folder / "train" / self.plan.drafter
-        self.wanted = [name for name in SWITCHES if getattr(self.settings.feedback, name)]
-        if self.plan.train.train.on_policy.share:
-            self.wanted.append(ON_POLICY)
 
-    @property
-    def active(self) -> list[str]:
-        return [name for name in self.wanted if name not in self.off]
+    def active(self, number: int) -> list[str]:
+        """The switches that round `number` asks for, without those that were turned off."""
+        config = self.plan.feedback(number)
+        asked = [name for name in SWITCHES if getattr(config, name)]
+        if self.plan.compose("train", number).train.on_policy.share:
+            asked.append(ON_POLICY)
+        return [name for name in asked if name not in self.off]
 
     def run(self) -> facts.LoopRecord:
         """Run all rounds that the settings allow, keep the best one as the run's drafter, and
         return the record."""
         self.require_own_place()
+        self.require_same_settings()
         # this process decodes too, even where a round's stages are complete and prepare nothing
         prepare_process(self.settings.run)
         ended_by = ""
@@ -92,7 +108,8 @@ class Rounds:
             number = len(self.done)
             self.done.append(self.play(number))
             self.judge(number)
-            self.write("")
+            if len(self.done) >= self.known:
+                self.write("")
             ended_by = self.ends()
             show(self.record(ended_by))
         self.keep_best()
@@ -129,8 +146,10 @@ class Rounds:
         """Run all parts of round `number` and return its record."""
         plan, folder, first = self.plan, self.plan.folder(number), number == 0
         entry = facts.RoundRecord(number, "" if first else self.training(self.best).checkpoint)
-        asked = [] if first else self.active
+        asked = [] if first else self.active(number)
         learns = [name for name in asked if name != ON_POLICY]
+        if self.settings.run.overwrite:
+            self.remove_made(number)
         step = plan.generation(number, entry.start, bool(learns), self.hard_prompts(number))
         self.perform(step)
         entry.generated = facts.read_generation(folder / "generate")
@@ -138,19 +157,19 @@ class Rounds:
         if entry.start and checked:
             entry.generation = measure_generation(step.settings, folder, checked)
         stages = [folder / "generate"]
-        helper = self.helper(entry.start, learns, entry.generation)
+        plain = answers_plainly(learns, entry.generation)
         for switch in MORE:
-            if switch in learns and self.make(number, switch, helper):
+            if switch in learns and self.make(number, switch, entry.start, plain):
                 stages.append(folder / switch / "generate")
                 setattr(entry, switch, facts.read_generation(stages[-1]))
         if number == 1 and self.config.round.trial_steps and asked:
-            entry.trials = self.try_switches(number, entry.start)
+            entry.trials = self.try_switches(entry)
             stages += [*sorted((folder / TRIALS / "train").iterdir()), folder / TRIALS / "measure"]
-        entry.switches = [name for name in asked if name in self.active]
-        answers = self.feedback(number, entry.switches, folder / "feedback")
+        entry.switches = [name for name in asked if name not in self.off]
+        training = plan.training(number)
+        answers = self.feedback(entry, entry.switches, folder / "feedback", training)
         on_policy = not first and ON_POLICY in entry.switches
         self.perform(plan.training_step(number, answers, entry.start, on_policy))
-        training = plan.training(number)
         entry.training = facts.read_training(training)
         self.measure(plan.measurement(number, [entry.training.checkpoint]))
         entry.measured = facts.read_measurement(folder / "measure", plan.drafter)
@@ -167,27 +186,24 @@ class Rounds:
         print("\n[measure]", flush=True)
         measure_run(settings)
 
-    def helper(self, start: str, learns: list[str], speed: facts.HelpedGeneration | None) -> str:
-        """The drafter that answers made prompts: none if it is slower and no records are read."""
-        slower = speed is not None and speed.speedup < 1.0
-        return "" if slower and set(learns) == {VARIATIONS} else start
-
-    def make(self, number: int, switch: str, start: str) -> bool:
+    def make(self, number: int, switch: str, start: str, plain: bool) -> bool:
         """Make prompts from this round's answers and answer them; returns whether there are any.
         Branches are also made from the answers to earlier branches. start: the drafter that helps
-        to answer (empty: none)."""
-        plan, own, config = self.plan, self.plan.folder(number) / "generate", self.settings.feedback
+        to answer; plain: whether they are answered without it."""
+        plan, own = self.plan, self.plan.folder(number) / "generate"
+        config = plan.feedback(number)
         made = plan.made_prompts(number, switch)
         about = made.with_name(facts.MADE_FILE)
         asked = {k: v for k, v in asdict(config).items() if k.startswith(PREFIXES[switch])}
-        if self.settings.run.overwrite:
-            made.unlink(missing_ok=True)
         if made.is_file():  # the file appears complete, and answers may already depend on it
-            require_same(about, asked)
+            known = read_object(about) if about.is_file() else {}
+            if not self.settings.run.accept_changes:
+                require_same(made.parent, known.get("feedback") or {}, asked)
+            plain = bool(known.get("plain", plain))
         else:
             begun = time.monotonic()
-            before = [plan.made_prompts(place, switch) for place in range(number)]
-            before = [path for path in before if path.is_file() and path.stat().st_size]
+            earlier = [entry.round for entry in self.done if getattr(entry, switch) is not None]
+            before = [plan.made_prompts(place, switch) for place in earlier]
             if switch == BRANCHES:
                 answers = [own, *(path.parent / "generate" for path in before)]
                 write_branches([(one, one / RECORDS) for one in answers], made, config, before)
@@ -196,49 +212,69 @@ class Rounds:
                 seed, arguments = generate.sampling.seed + number, generate.data.template_arguments
                 target = TargetModel.load(generate.target)
                 write_variations(target, pairs, made, config, seed, before, arguments)
-            write_json(about, {"seconds": time.monotonic() - begun, "feedback": asked})
+            seconds = time.monotonic() - begun
+            write_json(about, {"seconds": seconds, "feedback": asked, "plain": plain})
         if not made.stat().st_size:
             return False
-        self.perform(plan.answering_made(number, switch, start))
+        self.perform(plan.answering_made(number, switch, "" if plain else start))
         return True
 
-    def answer_folders(self, number: int) -> list[Path]:
-        folder = self.plan.folder(number)
-        own = [folder / "generate", *(folder / switch / "generate" for switch in MORE)]
-        return [place for place in own if (place / MANIFEST_FILE).is_file()]
+    def remove_made(self, number: int) -> None:
+        """Remove the prompts that an earlier loop made in a round, and their answers."""
+        for switch in MORE:
+            made = self.plan.made_prompts(number, switch)
+            delete_own(made.parent / "generate", "generate", "run.overwrite")
+            for path in (made, made.with_name(facts.MADE_FILE)):
+                path.unlink(missing_ok=True)
+
+    def answer_folders(self, entry: facts.RoundRecord) -> list[Path]:
+        """The answers of a round. Folders of switches that were off in it may lie beside them, from
+        an earlier loop with other switches."""
+        folder = self.plan.folder(entry.round)
+        made = [switch for switch in MORE if getattr(entry, switch) is not None]
+        return [folder / "generate", *(folder / switch / "generate" for switch in made)]
 
     def hard_prompts(self, number: int) -> Path | None:
         """The prompts that round `number` answers again, if the round before chose any."""
         path = self.plan.folder(number - 1) / "feedback" / HARD_PROMPTS
-        return path if number > 1 and HARD in self.active and path.is_file() else None
+        chosen = number > 1 and HARD in self.done[number - 1].switches and HARD not in self.off
+        return path if chosen and path.is_file() else None
 
-    def feedback(self, number: int, switches: list[str], out: Path) -> Path:
+    def feedback(
+        self, entry: facts.RoundRecord, switches: list[str], out: Path, training: Path
+    ) -> Path:
         """The folder to train on: answers that are weighted and chosen by the records of their
         verifications. It is the round's generate folder if the records are not used and no other
-        answers are read."""
-        memory = self.config.round.memory
-        read = range(0 if memory == 0 else max(0, number + 1 - memory), number + 1)
+        answers are read. training: the folder of the training that reads it; once this has begun,
+        what it reads is not replaced."""
+        run, played = self.settings.run, [*self.done, entry]
         own = [name for name in switches if name not in (ON_POLICY, *MORE)]
-        answers = [folder for place in reversed(read) for folder in self.answer_folders(place)]
+        read = reversed(played[-self.config.round.memory :])
+        answers = [folder for each in read for folder in self.answer_folders(each)]
         if not own and len(answers) == 1:
             return answers[0]
+        begun = not run.overwrite and holds_results(training)
+        if begun and run.accept_changes and (out / MANIFEST_FILE).is_file():
+            return out  # changed settings count for what has not begun
         records = [folder / RECORDS for folder in answers]
-        build(records, answers, out, only_switches(self.settings.feedback, own))
+        config = only_switches(self.plan.feedback(entry.round), own)
+        build(records, answers, out, config, reader=training if begun else None)
         return out
 
     # Which switches pay off
 
-    def try_switches(self, number: int, start: str) -> dict[str, Gain]:
-        """Run a short training with each switch and with none; turn off the switches without a
-        higher tau."""
-        folder, steps = self.plan.folder(number) / TRIALS, self.config.round.trial_steps
-        tried = [name for name in self.active if name not in GENERATED]
+    def try_switches(self, entry: facts.RoundRecord) -> dict[str, Gain]:
+        """Run a short training with each switch of a round and with none; turn off the switches
+        without a higher tau."""
+        number, steps = entry.round, self.config.round.trial_steps
+        folder = self.plan.folder(number) / TRIALS
+        tried = [name for name in self.active(number) if name not in GENERATED]
         checkpoints = []
         for name in (PLAIN, *tried):
-            own = [name] if name in SWITCHES else []
-            answers = self.feedback(number, own, folder / f"feedback-{name}")
-            self.perform(self.plan.trial(number, name, answers, start, name == ON_POLICY))
-            checkpoints.append(shown(folder / "train" / name / "best"))
+            own, training = [name] if name in SWITCHES else [], folder / "train" / name
+            answers = self.feedback(entry, own, folder / f"feedback-{name}", training)
+            self.perform(self.plan.trial(number, name, answers, entry.start, name == ON_POLICY))
+            checkpoints.append(shown(training / "best"))
         self.measure(self.plan.measurement(number, checkpoints, folder))
         measured, found = folder / "measure", {}
         for name in tried:
@@ -304,6 +340,17 @@ class Rounds:
             spent=facts.spent([folder / "generate", out, measured]),
         )
 
+    @property
+    def asked(self) -> facts.LoopSettings:
+        """The settings of this command."""
+        return facts.LoopSettings(
+            self.config.rounds,
+            self.config.round,
+            self.config.budget,
+            self.plan.feedbacks[()],
+            self.plan.train.train.on_policy.share,
+        )
+
     def record(self, ended_by: str) -> facts.LoopRecord:
         """loop.json. ended_by: rounds, tau, or budget (and which limit); empty while the loop
         runs."""
@@ -311,13 +358,7 @@ class Rounds:
         assert measured is not None, "every finished round was measured"
         return facts.LoopRecord(
             kind=self.plan.train.head.kind,
-            settings=facts.LoopSettings(
-                self.config.rounds,
-                self.config.round,
-                self.config.budget,
-                self.settings.feedback,
-                self.plan.train.train.on_policy.share,
-            ),
+            settings=self.asked,
             rounds=self.done,
             best=facts.BestRound(self.best, self.training(self.best).checkpoint, measured.tau),
             off=self.off,
@@ -331,6 +372,26 @@ class Rounds:
         record = self.record(ended_by)
         record.write(self.run_folder)
         return record
+
+    def require_same_settings(self) -> None:
+        """Raise `UserError` if the rounds in loop.json have learnt from their records with other
+        settings than this command gives. All others are compared by the stages that read them."""
+        run = self.settings.run
+        if run.overwrite or not (self.run_folder / facts.LOOP_FILE).is_file():
+            return
+        with suppress(UserError):  # a damaged file is written anew, from the rounds' folders
+            before = facts.LoopRecord.read(self.run_folder)
+            self.known = len(before.rounds)
+        if self.known < 2 or run.accept_changes:  # the first round learns from no records
+            return
+        old, new = (learning(one, self.known) for one in (before.settings, self.asked))
+        changed = [f"{key} was {old[key]!r}, is {new[key]!r}" for key in different(old, new)]
+        if changed:
+            raise UserError(
+                f"'{self.run_folder}' has {self.known} rounds, which were played with other "
+                f"settings: {in_words(changed)}. Choose another run.name, start again with "
+                "run.overwrite=true, or continue all the same with run.accept_changes=true."
+            )
 
     def require_own_place(self) -> None:
         """Raise `UserError` if the run has rounds of another drafter, or if something else is in
@@ -371,16 +432,36 @@ class Rounds:
                 record.write(fresh)
 
 
-def require_same(about: Path, asked: dict[str, Any]) -> None:
-    """Raise `UserError` if prompts were made with other settings. about: the file beside them."""
-    made = (read_object(about).get("feedback") or {}) if about.is_file() else {}
+def answers_plainly(learns: list[str], speed: facts.HelpedGeneration | None) -> bool:
+    """Whether made prompts are answered without a drafter: it is slower, and no records are
+    read."""
+    return speed is not None and speed.speedup < 1.0 and set(learns) == {VARIATIONS}
+
+
+def require_same(folder: Path, made: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Raise `UserError` if the prompts in a folder were made with other settings."""
     for key, value in asked.items():
         if made.get(key, value) != value:
             raise UserError(
-                f"'{about.parent}' was made with feedback.{key}={made[key]}, and {value} is given. "
+                f"'{folder}' was made with feedback.{key}={made[key]}, and {value} is given. "
                 "Give the former value, choose another run.name, or start again with "
                 "run.overwrite=true."
             )
+
+
+def learning(settings: facts.LoopSettings, rounds: int) -> dict[str, Any]:
+    """The settings, by name, of what the first `rounds` rounds learn from records and how."""
+    own = {
+        f"loop.round.overrides[{number}]": feedback_overrides(settings.round, number)
+        for number in range(1, rounds)
+    }
+    return {
+        **{f"feedback.{key}": value for key, value in asdict(settings.feedback).items()},
+        "loop.round.memory": settings.round.memory,
+        "loop.round.trial_steps": settings.round.trial_steps,
+        "train.on_policy.share": settings.on_policy,
+        **own,
+    }
 
 
 def is_copy(training: Path, run: Path) -> bool:

@@ -31,12 +31,15 @@ from train.data.parquet import readable
 
 
 def measure_generation(settings: Settings, folder: Path, count: int) -> HelpedGeneration:
-    """The content of <round>/speed.json, measured if it does not exist. settings: of the round's
-    generate stage; folder: the round's; count: answers in the sample."""
+    """The content of <round>/speed.json, measured if it does not exist or is of another sample.
+    settings: of the round's generate stage; folder: the round's; count: answers in the sample, or
+    all if there are fewer."""
     path, key = folder / SPEED_FILE, file_sha256(folder / "generate" / MANIFEST_FILE)
     if path.is_file():
         stored = read_object(path)
-        if stored.pop("generation", None) == key:
+        whole = sum(shard["rows"] for shard in read_answers(folder / "generate")["shards"])
+        same = stored.get("answers") == min(count, whole)
+        if stored.pop("generation", None) == key and same:
             return build(HelpedGeneration, stored, str(path))
     target = TargetModel.load(settings.target)
     checkpoint = Path(str(settings.generate.drafter))

@@ -1,7 +1,8 @@
 """`headstart loop`: generate, train every recipe, measure, report.
 
-Each stage skips complete work, so a loop can be repeated. With `loop.rounds` one drafter is trained
-in rounds that learn from its rejected drafts (`scripts.stages.loop.rounds`).
+Each stage skips complete work, so a loop can be repeated. With `run.answers` nothing is generated.
+With `loop.rounds` one drafter is trained in rounds that learn from its rejected drafts
+(`scripts.stages.loop.rounds`).
 
 Every stage is composed from the loop's command line, reduced to the groups that the stage reads. A
 recipe of `loop.recipes` is put before the loop's experiments, so the experiments' values win.
@@ -58,8 +59,14 @@ def play(settings: Settings, steps: Sequence[Step]) -> None:
 
 
 def plan(settings: Settings) -> list[Step]:
-    """The steps in order; raises `UserError` for settings that do not work with several recipes."""
+    """The steps in order; raises `UserError` for settings that do not work with several recipes or
+    with rounds."""
     loop = settings.loop
+    if loop.rounds and settings.run.answers:
+        raise UserError(
+            f"run.answers={settings.run.answers} is given, but every round of loop.rounds has "
+            "answers of its own. Leave out one of them."
+        )
     several = [*loop.recipes, *loop.rows]
     for key in ("head", "run.drafter"):
         if several and settings.given(key):
@@ -78,7 +85,10 @@ def plan(settings: Settings) -> list[Step]:
         trainings.append(Step(title, derive_training(settings, recipe, before)))
     trainings += sweep_steps(settings, common, before)
     check_drafts(measures, trainings)
-    steps = [Step("generate", hold_out_benches(derive_generation(settings, common), benches))]
+    steps = []
+    if not settings.run.answers:
+        generation = hold_out_benches(derive_generation(settings, common), benches)
+        steps.append(Step("generate", generation))
     if loop.store_features:
         steps.append(features_step(settings, trainings))
     report = Step("report", settings.derive("report", common))

@@ -16,7 +16,7 @@ from inference.target.model import TargetModel
 from scripts.config.schema import Settings, write_settings
 from scripts.config.stages import Stage
 from scripts.run.process import prepare_process
-from scripts.run.runner import is_complete, run_one
+from scripts.run.runner import StoppedError, is_complete, run_one
 from scripts.stages import features
 from scripts.stages.features import Head
 from scripts.stages.generate import data_of, held_out_of
@@ -81,22 +81,28 @@ def perform(
 ) -> None:
     """Run a stage: behind the launcher if there is one and the stage supports it, otherwise in this
     process. A measurement prints no table here, because the report at the end of the loop shows all
-    of them. load_target: for measurements, which may share a loaded target."""
-    if launch and step.stage.name in LAUNCHED:
-        launch_step(launch, step)
-        # after a signal, a stage saves and ends without an error
-        if not is_complete(step.settings):
-            raise UserError(
-                f"'{step.title}' was stopped before it was complete. Repeating the loop continues "
-                "there."
-            )
-    elif step.stage.name == "features":
-        prepare_process(step.settings.run)
-        features.write(step.settings, step.heads)
-    elif step.stage.name == "measure":
-        measure_run(step.settings, load_target)
-    else:
-        run_one(step.settings)
+    of them. load_target: for measurements, which may share a loaded target. Raises `StoppedError`
+    after a scheduler's signal, for which the stage alone would end with status 0."""
+    stopped = StoppedError(
+        f"'{step.title}' was stopped before it was complete. Repeating the loop continues there."
+    )
+    try:
+        if launch and step.stage.name in LAUNCHED:
+            launch_step(launch, step)
+            # after a signal, a stage saves and ends without an error
+            if not is_complete(step.settings):
+                raise stopped
+        elif step.stage.name == "features":
+            prepare_process(step.settings.run)
+            features.write(step.settings, step.heads)
+        elif step.stage.name == "measure":
+            measure_run(step.settings, load_target)
+        else:
+            run_one(step.settings)
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+        raise stopped from leaving
 
 
 def launch_step(prefix: str, step: Step) -> None:

@@ -4,7 +4,7 @@ prompts."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +19,18 @@ from inference.decoding.engine import Engine
 from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, write_json
 from inference.measure.metrics import TauEstimate
-from inference.measure.prompts import select_prompts, to_requests
+from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import quick_tau
+from inference.target.loading import load_tokenizer
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import is_main_process
-from scripts.run.prompts import load
+from scripts.run.prompts import bench_of, load
 from scripts.stages.generate import data_of
+from scripts.stages.loop.steps import hold_out_benches
+from scripts.stages.measure import without_leaks
 from train.data.answers import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
@@ -37,25 +40,33 @@ from train.run import train
 
 @contextmanager
 def clock(path: Path, part: str) -> Iterator[None]:
-    """Write the seconds of a part to a file, unless an earlier session has finished it."""
-    begun = time.monotonic()
-    yield
-    known = read_seconds(path)
-    if part not in known and is_main_process():
-        write_json(path, known | {part: time.monotonic() - begun})
+    """Add the seconds of a part to those of earlier sessions in a file."""
+    begun, refused = time.monotonic(), False
+    try:
+        yield
+    except UserError:
+        refused = True
+        raise
+    finally:
+        known = read_seconds(path)
+        # a refused start writes nothing, so that it does not block the corrected one
+        if is_main_process() and (known or not refused):
+            write_json(path, known | {part: known.get(part, 0.0) + time.monotonic() - begun})
 
 
 def read_seconds(path: Path) -> dict[str, float]:
-    """Part -> seconds; empty before the first part has ended."""
+    """Part -> seconds; empty before the first part has ended or was interrupted."""
     return require_fit(dict[str, float], read_object(path), f"'{path}'") if path.is_file() else {}
 
 
 def answer(
     settings: Settings, old: Found, decode: DecodeConfig, out: Path, session: Mapping[str, Any]
 ) -> AnswersManifest:
-    """The new target's answers to some of the prompts, with the old drafter drafting."""
+    """The new target's answers to some of the prompts, with the old drafter drafting. The prompts
+    of `bench` are held out."""
     rows = min(settings.refresh.prompts, settings.data.limit or settings.refresh.prompts)
-    data, sampling = replace(data_of(settings), limit=rows), settings.sampling
+    asked = data_of(hold_out_benches(settings, [settings.bench]))
+    data, sampling = replace(asked, limit=rows), settings.sampling
     backend = None
     if sampling.chosen_backend == "own" and not (out / MANIFEST_FILE).is_file():
         target, drafter = load_pair(settings, old.folder)
@@ -76,28 +87,34 @@ def load_pair(settings: Settings, checkpoint: Path) -> tuple[TargetModel, Any]:
 def train_on(
     settings: Settings, old: Found, decode: DecodeConfig, answers: Path, out: Path, goal: float
 ) -> TrainManifest:
-    """Train from the old checkpoint, in the folder of a train stage."""
+    """Train from the old checkpoint, in the folder of a train stage. Its config.yaml has the
+    settings that the training uses: later stages read draft, learning rate and start there."""
     config = settings.refresh
     start = replace(
         settings.train.refresh,
         init_from=str(old.folder),
         other_target=True,
-        old_target=config.old_target,
-        lora_rank=config.lora_rank,
+        old_target=config.old_target or settings.train.refresh.old_target,
+        lora_rank=config.lora_rank or settings.train.refresh.lora_rank,
     )
-    folder = open_folder(settings, out, [answers / MANIFEST_FILE], stage_decides=True)
+    used = settings.put(
+        train=replace(settings.train, refresh=start, goal=goal),
+        optim=replace(settings.optim, lr=refreshing_rate(settings, old)),
+        decode=decode,
+    )
+    folder = open_folder(used, out, [answers / MANIFEST_FILE], stage_decides=True)
     manifest = train(
         old.kind,
         build_config(old.kind, read_config(old.folder)["config"]),
-        target=settings.target,
+        target=used.target,
         data=answers,
         out=out,
-        config=replace(settings.train, refresh=start, goal=goal),
-        features=settings.features,
-        engine=settings.engine,
-        optim=replace(settings.optim, lr=refreshing_rate(settings, old)),
-        schedule=settings.schedule,
-        decode=decode,
+        config=used.train,
+        features=used.features,
+        engine=used.engine,
+        optim=used.optim,
+        schedule=used.schedule,
+        decode=used.decode,
         provenance=folder.session,
     )
     if not folder.complete:
@@ -135,11 +152,20 @@ def goal_of(settings: Settings, old: Found) -> float:
     return config.restore * float(best)
 
 
-def measure_tau(settings: Settings, decode: DecodeConfig, checkpoint: Path) -> TauEstimate:
-    """tau of a checkpoint with the new target, on the prompts of `bench`."""
+def measured_prompts(settings: Settings, old: Found) -> list[Prompt]:
+    """The prompts of `bench` on which the old drafter was not trained; the new one's answers do not
+    have them. Raises `UserError` as `without_leaks` does."""
+    bench = bench_of(settings)
+    prompts, _ = without_leaks(load(settings), bench, [old], load_tokenizer(settings.target))
+    return select_prompts(prompts, bench.prompts_per_domain, bench.seed)
+
+
+def measure_tau(
+    settings: Settings, decode: DecodeConfig, prompts: Sequence[Prompt], checkpoint: Path
+) -> TauEstimate:
+    """tau of a checkpoint with the new target on `prompts`."""
     target, drafter = load_pair(settings, checkpoint)
-    bench, limit = settings.bench, target.info.max_position_embeddings
-    prompts = select_prompts(load(settings).prompts, bench.prompts_per_domain, bench.seed)
+    limit = target.info.max_position_embeddings
     rows = replace(decode, batch_size=settings.train.eval_batch)
     requests = to_requests(prompts, target.tokenizer, rows, capacity=limit, overlong="skip")
     if not requests:

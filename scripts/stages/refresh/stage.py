@@ -24,7 +24,15 @@ from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import open_folder
 from scripts.run.process import is_main_process, prepare_process, say, shown
-from scripts.stages.refresh.parts import answer, clock, goal_of, measure_tau, read_seconds, train_on
+from scripts.stages.refresh.parts import (
+    answer,
+    clock,
+    goal_of,
+    measure_tau,
+    measured_prompts,
+    read_seconds,
+    train_on,
+)
 from scripts.stages.refresh.record import FORMAT, RefreshCost, RefreshedDrafter, RefreshRecord
 
 SECONDS_FILE = "seconds.json"
@@ -38,6 +46,12 @@ def run(settings: Settings) -> None:
             "Leave it out."
         )
     old = drafters.find_trained("refresh.drafter", settings.refresh.drafter, settings.run)
+    start = settings.train.refresh.init_from
+    if settings.given("train.refresh.init_from") and Path(start).resolve() != old.folder.resolve():
+        raise UserError(
+            f"train.refresh.init_from is '{start}', but a refresh starts from refresh.drafter, "
+            f"'{old.folder}'. Leave it out, and give a rank as refresh.lora_rank."
+        )
     out = settings.run.directory / "train" / (settings.run.drafter or old.kind)
     if out.resolve() in (old.folder.resolve(), old.folder.resolve().parent):
         raise UserError(
@@ -72,13 +86,16 @@ def refresh(
     with clock(times, "generate"):
         made = answer(settings, old, decode, answers, session)
     goal = goal_of(settings, old)
+    prompts = measured_prompts(settings, old)  # refused before the training, which takes longest
     with clock(times, "train"):
         manifest = train_on(settings, old, decode, answers, out, goal)
     new = out / manifest["checkpoint"]
     with clock(times, "measure"):
-        before, after = (measure_tau(settings, decode, path) for path in (old.folder, new))
+        before, after = (measure_tau(settings, decode, prompts, path) for path in (old.folder, new))
+    start: Any = manifest["head"]["refresh"]
     used = {"lr": manifest["settings"]["optim"]["lr"], "draft": decode.shape}
     used |= {"temperature": decode.temperature, "rule": decode.acceptance}
+    used |= {key: start[key] for key in ("old_target", "lora_rank")}
     return RefreshRecord(
         format=FORMAT,
         drafter=RefreshedDrafter(shown(old.folder), shown(new), old.kind),

@@ -43,7 +43,7 @@ from inference.measure.config import (
 )
 from inference.measure.prompts import Prompt, to_requests
 from inference.measure.run import measure, quick_tau
-from inference.report.markdown import print_table, render
+from inference.report.markdown import facts, print_table, render
 from inference.report.model import read_report
 from inference.report.page.render import write_page
 from inference.target.model import TargetModel
@@ -128,6 +128,21 @@ def report(
 
 def entry(report: dict[str, Any], name: str) -> dict[str, Any]:
     return next(item for item in report["drafters"] if item["draft"]["name"] == name)
+
+
+def test_a_report_says_how_the_target_was_loaded(
+    target: TargetModel,
+    arms: list[Arm],
+    report: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "loading" not in report["target"]
+    monkeypatch.setattr(target, "loading", {"quantization": "torchao-int8"})
+    measure(replace(CONFIG, repeats=1), target, arms[2:], prompts(), tmp_path, console=QUIET)
+    found = read_report(tmp_path)
+    assert found.target.loading == {"quantization": "torchao-int8"}
+    assert "float32, quantization=torchao-int8" in facts(found)[0]
 
 
 def test_tau_of_drafters_that_are_always_right_and_always_wrong(report: dict[str, Any]) -> None:

@@ -340,6 +340,14 @@ def test_targets_loaded_by_several_threads_at_once_leave_the_library_as_it_was(
     assert len({id(model) for model in [*loaded, load_model(config)]}) == 5
 
 
+def test_a_target_knows_its_unusual_settings(tmp_path: Path) -> None:
+    assert TargetConfig("x").unusual == TargetConfig("x", quantization="none").unusual == {}
+    assert TargetConfig("x", quantization="bnb-4bit").unusual == {"quantization": "bnb-4bit"}
+    save_random_target(tmp_path, tiny_tokenizer("plain"))
+    config = TargetConfig(path=str(tmp_path), device="cpu", long_context=True)
+    assert TargetModel.load(config).loading == {"long_context": True}
+
+
 def test_an_automatic_dtype_is_float32_on_a_cpu() -> None:
     assert TargetConfig("x", dtype="auto", device="cpu").dtype_name == "float32"
     assert TargetConfig("x", dtype="bfloat16", device="cpu").dtype_name == "bfloat16"

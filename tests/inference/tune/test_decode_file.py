@@ -16,6 +16,7 @@ from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.decode_file import (
     DECODE_FILE,
+    TunedTarget,
     advice,
     draft_length,
     read_current,
@@ -23,7 +24,7 @@ from inference.decoding.decode_file import (
     write_tuned,
 )
 from inference.decoding.draft import NONE, Draft
-from inference.decoding.engine import Engine
+from inference.decoding.engine import Engine, _tuned
 from inference.decoding.requests import Request
 from inference.export.config import ExportConfig
 from inference.export.engine_folder import prepare, write_layout
@@ -34,9 +35,11 @@ from inference.manifest import checkpoint_hash
 from inference.report.model import parse_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
+from inference.target.settings import Loading
 from scripts.config.schema import Settings, load_settings
 from scripts.config.stages import STAGES
 from scripts.run import drafters
+from scripts.run.process import result_facts
 from scripts.stages.chat import build_engine
 from scripts.stages.measure import arm
 from tests.inference.export.hub.example_folder import CONFIG, report_of
@@ -168,7 +171,42 @@ def told(
     folder: Path, target: TargetModel, batch: int = 1, temperature: float = 0.0, **changes: Any
 ) -> Any:
     facts = {**device_facts(target.device), **changes.pop("device", {})}
-    return advice(folder, changes.pop("revision", target.info.revision), facts, batch, temperature)
+    revision, loading = changes.pop("revision", target.info.revision), changes.pop("loading", {})
+    return advice(folder, revision, facts, batch, temperature, loading=loading)
+
+
+def test_a_draft_for_a_quantised_target_is_not_that_of_the_plain_one(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    plain = (checkpoint(target, tmp_path) / DECODE_FILE).read_text()
+    assert "loading" not in plain
+    quantised: Loading = {"quantization": "torchao-int8"}
+    refused = told(tmp_path, target, loading=quantised)
+    assert (
+        refused.draft is None
+        and (
+            "it was tuned on the target loaded with the defaults, here it is loaded with "
+            "quantization=torchao-int8"
+        )
+        in refused.line
+    )
+    of: TunedTarget = {"id": "x", "revision": target.info.revision, "loading": quantised}
+    digest, device = checkpoint_hash(tmp_path), device_facts(target.device)
+    write_tuned(tmp_path, digest, of, device, ROWS, "headstart tune")
+    assert told(tmp_path, target, loading=quantised).draft == TREE
+    assert told(tmp_path, target).draft is None
+
+
+def test_whoever_reads_it_knows_how_the_target_was_loaded(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, settings = drafters.at(checkpoint(target, tmp_path)), load_settings(STAGES["chat"], [])
+    assert drafters.decode_settings(found, settings, target, 1).shape == "tree"
+    assert result_facts(settings, target)["target"].keys() == {"id", "revision"}
+    monkeypatch.setattr(target, "loading", {"quantization": "torchao-int8"})
+    assert drafters.decode_settings(found, settings, target, 1).shape == "chain"
+    assert _tuned(tmp_path, target) is None
+    assert result_facts(settings, target)["target"]["loading"] == target.loading
 
 
 def test_it_is_used_only_where_it_belongs(target: TargetModel, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
+from scripts.run.process import device
 from scripts.stages import traffic, tune
 from tests.inference.tokenizers import save_micro_target
 
@@ -58,7 +59,11 @@ def run(stage: str, folders: tuple[Path, Path], prompts: Path, *more: str) -> No
 
 
 def test_tune_leaves_decode_yaml_and_what_it_rests_on(
-    folders: tuple[Path, Path], prompts: Path, in_folder: Path, capsys: pytest.CaptureFixture[str]
+    folders: tuple[Path, Path],
+    prompts: Path,
+    in_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grid = ["tune.depths=[1,2]", "tune.nodes=[4]", "tune.thresholds=[0.5]"]
     grid += ["tune.finalists=1", "tune.rounds=1", "tune.close_rounds=0"]
@@ -77,6 +82,28 @@ def test_tune_leaves_decode_yaml_and_what_it_rests_on(
     shown = capsys.readouterr().out
     assert "batch size" in shown and "decode.yaml" in shown
     assert shown.count("no speculation") == sum(row.draft.shape == "none" for row in tuned.rows)
+    # Repeated, it is only shown again, unless something has changed or is gone.
+    tunings: list[tuple[float, ...]] = []
+    monkeypatch.setattr(tune, "tune", lambda given, *_: tunings.append(given.tune.temperatures))
+    given = [f"tune.drafter={folders[1]}", "tune.batches=[1,2]", *grid]
+    run("tune", folders, prompts, *given)
+    again = capsys.readouterr().out
+    assert "is complete; nothing has changed" in again and "decode.yaml" in again
+    assert tunings == []
+    run("tune", folders, prompts, *given, "decode.temperature=0.7")
+    run("tune", folders, prompts, *given, "decode.temperature=0.7", "tune.temperatures=[0,1]")
+    assert tunings == [(0.7,), (0.0, 1.0)]
+    for change in (
+        lambda: prompts.write_text(prompts.read_text().replace("What", "Where")),
+        lambda: monkeypatch.setattr(tune, "device", lambda _: {"kind": "cpu", "name": "other"}),
+        (folders[1] / "decode.yaml").unlink,
+    ):
+        run("tune", folders, prompts, *given)
+        before = len(tunings)
+        change()
+        run("tune", folders, prompts, *given)
+        assert len(tunings) == before + 1
+        monkeypatch.setattr(tune, "device", device)
 
 
 def test_tune_refuses_what_has_no_checkpoint(
@@ -91,7 +118,11 @@ def test_tune_refuses_what_has_no_checkpoint(
 
 
 def test_traffic_says_what_speculation_gains(
-    folders: tuple[Path, Path], prompts: Path, in_folder: Path, capsys: pytest.CaptureFixture[str]
+    folders: tuple[Path, Path],
+    prompts: Path,
+    in_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = in_folder / "requests.jsonl"
     rows = [
@@ -123,7 +154,19 @@ def test_traffic_says_what_speculation_gains(
     for way in told["ways"]:
         assert 0 < way["first_token"]["p50"] <= way["latency"]["p50"] <= way["latency"]["p95"]
     assert 1 <= told["concurrency"]["p50"] <= told["concurrency"]["p95"]
-    assert "(p95)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "(p95)" in said
+    with monkeypatch.context() as patch:  # repeated, it is only shown again
+        heats: list[float] = []
+        patch.setattr(
+            traffic, "simulate", lambda given, *_: heats.append(given.traffic.temperature)
+        )
+        run("traffic", folders, prompts, *given)
+        assert capsys.readouterr().out.endswith(said.splitlines()[-1] + "\n") and heats == []
+        run("traffic", folders, prompts, *given, "decode.temperature=0.7")
+        patch.setattr(traffic, "device", lambda _: {"kind": "cpu", "name": "other"})
+        run("traffic", folders, prompts, *given, "decode.temperature=0.7")
+        assert heats == [0.7, 0.7]
     with pytest.raises(
         UserError, match=r"a request of the traffic takes \d+ positions .*; traffic\.context is 10"
     ):

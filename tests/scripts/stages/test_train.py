@@ -1,12 +1,21 @@
-"""The training that settings describe: how trackers tell it apart from others."""
+"""The training that settings describe: how trackers tell it apart from others, and which files it
+was made from."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heads.api.errors import UserError
+from inference.manifest import MANIFEST_FILE
 from scripts.config.compose import parse
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
+from scripts.run.folder import StageFolder, open_folder
 from scripts.run.sweep import expand
-from scripts.stages.train import job_of
+from scripts.stages.train import inputs_of, is_complete, job_of
 from train.tracking.tracker import TrackerConfig
 
 
@@ -27,3 +36,42 @@ def test_names_that_are_given_stay() -> None:
     given = ["train.tracker.name=mine", "train.tracker.group=night"]
     for item in trackers("head=medusa,eagle3", *given):
         assert (item.name, item.group) == ("mine", "night")
+
+
+@pytest.mark.parametrize("changed", ["valid.jsonl", "start/model.safetensors"])
+def test_a_training_is_made_from_its_prompts_and_the_weights_that_it_starts_from(
+    in_folder: Path, changed: str
+) -> None:
+    answers = Path("outputs/r/generate") / MANIFEST_FILE
+    for file in (answers, Path("valid.jsonl"), Path("start/model.safetensors")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("as it was")
+    given = ["train.prompts=[valid.jsonl]", "train.refresh.init_from=start", "run.name=r"]
+    given += ["target.path=somewhere"]
+    settings = load_settings(STAGES["train"], parse(given))
+    job = job_of(settings)
+
+    def opened(inputs: list[Path]) -> StageFolder:
+        return open_folder(settings, job.out, inputs)
+
+    folder = opened(inputs_of(settings, job))
+    (job.out / "result").write_text("something")
+    folder.finish()
+    assert opened(inputs_of(settings, job)).complete
+    assert is_complete(settings)
+    other = [*given, "optim.lr=0.5"]
+    assert not is_complete(load_settings(STAGES["train"], other))
+    # what is accepted leaves a complete folder as it is
+    assert is_complete(load_settings(STAGES["train"], [*other, "run.accept_changes=true"]))
+    Path(changed).write_text("other")
+    assert not is_complete(settings)
+    with pytest.raises(UserError, match=rf"{Path(changed).name} has changed"):
+        opened(inputs_of(settings, job))
+    # what an earlier version recorded
+    folder.record.inputs = {
+        name: one for name, one in folder.record.inputs.items() if name.endswith(MANIFEST_FILE)
+    }
+    folder.record.write(job.out)
+    assert opened(inputs_of(settings, job)).complete
+    again = settings.put(run=replace(settings.run, overwrite=True))
+    assert len(inputs_of(again, job)) == 3

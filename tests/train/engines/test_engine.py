@@ -4,7 +4,9 @@ accumulation."""
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from heads.api.errors import UserError
 from tests.train import launch
 from tests.train.toy import OPTIM, ROWS, Toy, rows, supervised, train_steps
 from train.distributed import World
+from train.engines import deepspeed
 from train.engines.base import EngineConfig
 from train.engines.make import make_engine
 from train.engines.torch_engine import TorchEngine
@@ -128,6 +131,47 @@ def test_processes_times_accumulation_give_the_same_weights_under_every_engine(
         assert (
             1e-4 < difference({k: v for k, v in halves[0].items() if k != "norms"}, expected) < 0.1
         )
+
+
+CHUNKED = ["eagle3", "eagle3+train_lm_head=True", "dflash", "distilled+lk_annealed=1", "uno"]
+
+
+def test_processes_with_different_numbers_of_chunks_divide_weights(tmp_path: Path) -> None:
+    """ZeRO-3 gathers the weights of a module at every call of it, so all processes have to call it
+    equally often, although a loss runs more chunks for a row with more supervised tokens."""
+    worker = "tests.train.chunks_worker"
+    launch.run(1, worker, tmp_path, "torch:0:float32", *CHUNKED)
+    launch.run(2, worker, tmp_path, "deepspeed:3:float32", *CHUNKED)
+    for recipe in CHUNKED:
+        expected = load_file(tmp_path / f"torch-{recipe}.safetensors")
+        found = load_file(tmp_path / f"deepspeed-{recipe}.safetensors")
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-5, atol=2e-5), (recipe, name)
+
+
+def test_one_process_trains_on_the_device_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSpeed moves the drafter to the CUDA device of LOCAL_RANK."""
+    found = []
+
+    class Begun(Exception):  # noqa: N818
+        pass
+
+    def initialize(**_: object) -> None:
+        found.append(os.environ["LOCAL_RANK"])
+        raise Begun
+
+    fake = SimpleNamespace(initialize=initialize)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(deepspeed, "import_deepspeed", lambda _: fake)
+    monkeypatch.setattr(deepspeed, "join_world", lambda *_, **__: None)
+    for index in (None, 1):
+        world = World(device=torch.device("cuda", index) if index else torch.device("cpu"))
+        with pytest.raises(Begun):
+            deepspeed.DeepSpeedEngine(Toy(), EngineConfig(), OPTIM, world)
+        monkeypatch.delenv("LOCAL_RANK")
+    assert found == ["0", "1"]
 
 
 def test_accumulation_in_plain_torch_is_exact() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from heads.api.errors import UserError
 from inference.manifest import read_manifest
@@ -21,7 +22,7 @@ from tests.train import launch
 from tests.train.micro_run import settings
 from train.distributed import World
 from train.features.config import FeaturesConfig
-from train.features.group import Division, GroupSource, answer_parts, cut, divide
+from train.features.group import Division, GroupSource, Link, answer_parts, cut, divide
 from train.features.store.batches import Form
 from train.tracking.summary import SUMMARY_FILE
 from train.tracking.tracker import LOG_FILE, read_log
@@ -103,6 +104,23 @@ def test_answers_between_devices_are_received_in_the_order_of_their_requests() -
     source._coming = list(coming)
     assert [source._take(coming[number]) for number in (2, 0, 1)] == [2, 0, 1]
     assert received == [0, 1, 2] and not source._coming
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"), [(0, ["from 3"]), (1, ["from 4"]), (3, ["to 0", "to 2"]), (4, ["to 1"])]
+)
+def test_devices_are_connected_before_the_first_answer(
+    rank: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair of GPUs that connects later can wait for an answer to another trainer."""
+    found = []
+    for name, word in (("send", "to"), ("recv", "from")):
+        monkeypatch.setattr(
+            dist, name, lambda byte, other, group, word=word: found.append(f"{word} {other}")
+        )
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+    Link.open("device", World(rank, 5), Division(5, 2))
+    assert found == expected
 
 
 def test_a_signal_ends_trainers_and_targets_in_order_and_the_run_continues(

@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.train.micro_run import leave_waiting, settings
 from train.data.loader import PackedBatch
 from train.features.config import FeaturesConfig
 from train.features.fetch import ThreadedSource
+from train.features.make import fetch_from
+from train.features.remote import wire
 from train.features.remote.server import FeatureServer
 from train.features.store.batches import Form
 from train.features.store.layout import index_path, read_plan
@@ -163,6 +166,30 @@ def test_while_a_server_is_asked_again_and_again(
     for each in trying:
         each.join(60)  # one may be waiting for a slow answer, after which it must not ask again
     assert not [each for each in trying if each.is_alive()]
+
+
+class OnGpu:
+    """A tensor in the memory of a GPU, which cannot be pinned."""
+
+    def cpu(self) -> torch.Tensor:
+        return torch.ones(2)
+
+    def pin_memory(self) -> torch.Tensor:
+        raise RuntimeError("only dense CPU tensors can be pinned")
+
+
+def test_features_that_are_put_together_on_a_gpu_are_pinned_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of engines and of kept states are: their final norm runs on the target's device."""
+    monkeypatch.setattr(wire, "compute", lambda *_: ({"last": {"values": OnGpu()}}, None))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self + 1)
+    fetch = partial(fetch_from, None, torch.float32, None)  # type: ignore[arg-type]
+    source = ThreadedSource(fetch, Form("fp32", 2, 5), 1, lambda: None, pinned=True)
+    rows = torch.ones(1, 2, dtype=torch.int64)
+    found = source.ask(PackedBatch.unsupervised(rows, rows, rows.int())).result()
+    source.close()
+    assert found["last"]["values"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("pinned", [True, False])

@@ -267,6 +267,19 @@ def test_the_same_again_is_left_alone_and_other_inputs_replace_it(
         build([records], [answers], answers, config)
 
 
+def test_what_a_training_has_read_is_not_replaced(made: tuple[Path, Path], tmp_path: Path) -> None:
+    answers, records = made
+    out = tmp_path / "out"
+    first = build([records], [answers], out, FeedbackConfig())
+    assert build([records], [answers], out, FeedbackConfig(), reader=tmp_path) == first
+    other = FeedbackConfig(error_weight=8.0)
+    with pytest.raises(UserError, match=r"feedback\.error_weight was 4\.0, is 8\.0\. Give"):
+        build([records], [answers], out, other, reader=tmp_path)
+    with pytest.raises(UserError, match=r"inputs: other answers or records are given\."):
+        build([], [answers], out, FeedbackConfig(), reader=tmp_path)
+    assert read_manifest(out, "generate") == first
+
+
 def test_traffic_alone_is_enough(made: tuple[Path, Path], tmp_path: Path) -> None:
     answers, records = made
     config = FeedbackConfig(sequences=True, token_weights=True)

@@ -24,6 +24,7 @@ from inference.measure.prompts import prompt_seed
 from inference.target.chat import render_prompt
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from inference.target.settings import loading_text
 from tests import forked
 from tests.inference.tokenizers import save_micro_target
 from train.data.answers import SHARD_SCHEMA, read_answers
@@ -35,7 +36,6 @@ from train.generate.loop import sample_answers
 from train.generate.run import generate
 from train.generate.sampling import SamplingConfig, sampling_of
 from train.generate.turns import Refused
-from train.target.settings import loading_of, unusual_loading
 
 ROOT = Path(__file__).parents[3]
 DECODE = {"temperature": 1.0, "max_new_tokens": 12, "batch_size": 4, "seed": 5, "shape": "none"}
@@ -285,10 +285,10 @@ def test_the_settings_of_the_text_tell_forms_rules_and_engines_apart(tmp_path):
 
 
 def test_quantised_answers_have_another_identity(target):
-    assert unusual_loading(target) == unusual_loading(replace(target, quantization="none")) == {}
+    assert target.unusual == replace(target, quantization="none").unusual == {}
     quantised = replace(target, quantization="bnb-4bit")
-    assert unusual_loading(quantised) == {"quantization": "bnb-4bit"}
-    assert loading_of(replace(quantised, long_context=True)) == (
+    assert quantised.unusual == {"quantization": "bnb-4bit"}
+    assert loading_text(replace(quantised, long_context=True).unusual) == (
         "quantization=bnb-4bit, long_context=true"
     )
 

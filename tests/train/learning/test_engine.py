@@ -3,6 +3,7 @@ compared on held-out prompts, and its export, whole after a kill at any line."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -152,3 +153,26 @@ def test_a_damaged_state_is_refused_with_advice(place: Path, folder: Path) -> No
     (folder / "engine.json").write_text("{")
     with pytest.raises(UserError, match=r"Delete it to begin with learn\.drafter"):
         server.current()
+
+
+def test_until_something_is_exported_the_given_drafter_counts(place: Path, folder: Path) -> None:
+    ExportingServer(folder, place / "mistaken", Exports())
+    server = ExportingServer(folder, place / "drafter", Exports())
+    assert Path(server.current()) == (place / "drafter").resolve()
+    server.install(folder / "drafters" / "0001")
+    server = ExportingServer(folder, place / "drafter", Exports())
+    assert Path(server.current()) == folder / "drafters" / "0001"
+
+
+def test_a_candidate_that_was_compared_with_another_drafter_is_rejected(
+    place: Path, folder: Path
+) -> None:
+    settings = cycle_settings(place, folder, cycles=1)
+    exports, run = Exports(), replay(place / "drafter", Counter(), gain=0.8)
+    server = ExportingServer(folder, place / "drafter", exports)
+    with pytest.raises(Killed):  # once the comparison has ended
+        Learner(settings, server, Killing(folder, len(ORDER) - 1, False), run).run()
+    other = shutil.copytree(place / "drafter", folder.parent / "other")
+    found = learn(settings, ExportingServer(folder, other, exports), run)
+    assert found[-1].event == "rejected" and "was not compared" in found[-1].facts["why"]
+    assert not exports.count

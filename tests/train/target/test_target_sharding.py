@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.api.errors import UserError
 from inference.target.loading import TargetConfig
-from tests.inference.tokenizers import save_micro_target
+from tests.inference.tokenizers import save_micro_target, tiny_tokenizer
+from tests.models import random_model
 from tests.train import launch
 from tests.train.micro_run import prepare, settings
 from train.distributed import World
@@ -61,8 +62,20 @@ def save_family(folder: Path, family: str, donor: Path) -> Path:
 def test_every_process_sees_what_it_would_see_with_a_whole_target(tmp_path: Path) -> None:
     donor = save_micro_target(tmp_path / "llama")
     folders = [donor, *(save_family(tmp_path / family, family, donor) for family in FAMILIES)]
-    output = launch.run(2, "tests.train.sharding_worker", *folders)
+    output = launch.run(2, "tests.train.sharding_worker", "float32", *folders)
     assert output.count(": same;") == 2 * len(folders)
+
+
+def test_buffers_that_loading_keeps_in_float32_reach_every_process(tmp_path: Path) -> None:
+    """The routers of DeepSeek-V3 and its relatives have one, in a model of bfloat16."""
+    model = random_model("deepseek_v3").to(torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = torch.linspace(0.1, 0.4, buffer.numel())
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer("chatml").save_pretrained(tmp_path / "target")
+    output = launch.run(2, "tests.train.sharding_worker", "bfloat16", tmp_path / "target")
+    assert output.count(": same;") == 2
 
 
 def losses(out: Path) -> list[dict[str, Any]]:

@@ -104,6 +104,20 @@ def test_collectives_are_communication_also_when_waited_for() -> None:
     assert value.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_functions_kept_from_an_earlier_training_count_for_the_one_that_runs() -> None:
+    """As DeepSpeed keeps them."""
+    join_world("cpu", always=True)
+    first, second = Clock(Told(*range(20))), Clock(Told(*range(20)))
+    with timing_collectives(first):
+        kept = dist.all_reduce
+    kept(torch.ones(1))
+    with timing_collectives(second):
+        kept(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+    assert "communication" not in known(first)
+    assert known(second)["communication"] == 2
+
+
 def test_the_peak_is_given_looked_up_or_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert devices.find_peak(cpu, torch.float32, 2.0) == devices.Peak(2e12, "train.peak_tflops")

@@ -208,7 +208,7 @@ def serve(
     loading: str = "",
 ) -> None:
     """Serve features until a signal, with one pass for all trainings, which read `needs` together.
-    loading: how the target is loaded (`train.target.settings.loading_of`).
+    loading: how the target is loaded (`inference.target.settings.loading_text`).
     After the signal the process ends here, with status 0: threads may be inside torch, and an
     interpreter that exited around them was seen to abort. There is nothing left to write."""
     pair = config.ssl_certfile, config.ssl_keyfile

@@ -8,9 +8,9 @@
                      status of 400 and above
 
 `key` stands for the target, its tokenizer, the precision it runs in, and how it is loaded
-(`train.target.settings.loading_of`; left out at the defaults, as in earlier versions); a server
-that was restarted with another target refuses. Nothing is pickled, and every answer begins with its
-length.
+(`inference.target.settings.loading_text`; left out at the defaults, as in earlier versions); a
+server that was restarted with another target refuses. Nothing is pickled, and every answer begins
+with its length.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Identity:
     """The identity of a store's features. answers: SHA-256 of their manifest; precision: see
     `precision_of`; taps, last_hidden: what is stored; top_logits: number of logits that replace the
     last hidden state; domains: those of the packed answers, empty: all; source: what computed the
-    features; loading: see `train.target.settings.loading_of`."""
+    features; loading: see `inference.target.settings.loading_text`."""
 
     answers: str
     sequence_length: int

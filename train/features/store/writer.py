@@ -34,6 +34,7 @@ from inference import manifest
 from inference.manifest import MANIFEST_FILE, write_bytes
 from inference.target.loading import TargetConfig, pick_device
 from inference.target.model import TargetModel
+from inference.target.settings import loading_text
 from inference.writers import turn
 from train.data.loader import PackedBatch, packed_rows
 from train.data.pack import PackedData
@@ -47,7 +48,6 @@ from train.features.store.claims import Claims, disk_error
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
 from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
 from train.processes import terminable
-from train.target.settings import loading_of
 
 logger = logging.getLogger(__name__)
 
@@ -320,7 +320,7 @@ def write_features(
     length = job.sequence_length
     data = PackedData.from_manifest(job.answers, target.info, length, domains=job.domains)
     precision = layout.precision_of(job.dtype, target.dtype)
-    loading = loading_of(job.target)
+    loading = loading_text(job.target.unusual)
     identity = job.features.identity(
         needs, target.info, job.answers, length, precision, data.domains, loading
     )

@@ -18,6 +18,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.rules.names import DISTRIBUTION, LOSSY, RULES, TEXT, promise
 from inference.export.hub.card import card, draft_code
 from inference.export.hub.config import PushConfig
+from inference.export.layouts.folder import ExportNotes
 from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt
 from inference.measure.run import measure
@@ -69,9 +70,41 @@ def test_what_a_card_quotes_is_text() -> None:
 def test_a_command_does_not_end_its_block() -> None:
     hostile = "vllm serve x\n```\n<img src=y onerror=alert(1)>\n````"
     report = {"greedy": parse_report(report_of(DIGEST))}
-    text = card(report, DIGEST, CONFIG, PushConfig("someone/a"), engines={"vllm": hostile})
+    engines = {"vllm": ExportNotes(serve=hostile)}
+    text = card(report, DIGEST, CONFIG, PushConfig("someone/a"), engines=engines)
     (block,) = re.findall(r"(?s)^(`{5}bash\n.*?^`{5}$)", text, flags=re.MULTILINE)
     assert hostile in block and text.count("<img") == 1
+
+
+def test_how_the_measured_target_was_loaded_is_said() -> None:
+    assert "quantization" not in written()[1]
+    loaded = report_of(DIGEST, target={"loading": {"quantization": "torchao-int8"}})
+    text = written(loaded)[1]
+    assert "makes someone/target-1b (quantization=torchao-int8) 1.80 times as fast" in text
+    assert "parameters, float32, quantization=torchao-int8, revision" in text
+
+
+def test_what_an_export_notes_stands_beside_its_command() -> None:
+    report, note = {"greedy": parse_report(report_of(DIGEST))}, "weights are nvfp4 | all"
+    notes = ExportNotes(serve="vllm serve x", notes=[note])
+    text = card(report, DIGEST, CONFIG, PushConfig("someone/a"), engines={"vllm": notes})
+    assert text.split("vllm serve x\n```\n\n")[1].startswith(r"- weights are nvfp4 \| all")
+    assert "weights in `model.safetensors`, unquantised; no engine below was measured" in text
+    assert "unquantised" not in written()[1]
+
+
+def test_a_weak_domain_is_named_where_its_report_shows_one() -> None:
+    assert "tau is lower on" not in written()[1], "its interval overlaps with that of all prompts"
+    weak = {"tau": 2.2, "tau_ci95": [2.0, 2.5], "tar": 0.6, "speedup": 1.5}
+    shown = report_of(DIGEST, {"domains": {"explain": weak}})
+    text = written(shown)[1]
+    assert "- tau is lower on *explain* (2.20 [2.00, 2.50]) than on all prompts (2.75 [2" in text
+    single = report_of(DIGEST, {"domains": {"explain": weak | {"tau_ci95": [2.2, 2.2]}}})
+    assert "tau is lower on" not in written(single)[1]
+    elsewhere = report_of(DIGEST, {"tau": 9.0, "tau_ci95": [2.8, 9.5]}, device={"name": "Other"})
+    reports = {"here": parse_report(report_of(DIGEST)), "there": parse_report(elsewhere)}
+    both = card(reports, DIGEST, CONFIG, ABOUT)
+    assert [line[-9:] for line in both.splitlines() if "tau is lower on" in line] == ["; there)."]
 
 
 def test_front_matter() -> None:
@@ -192,7 +225,7 @@ def test_the_code_on_the_card_runs(
         tmp_path / "best",
         [tmp_path / "measured"],
         tmp_path / "hub",
-        PushConfig(repo="someone/medusa"),
+        PushConfig(repo="someone/medusa", base_model=str(path)),
     )
     text = (folder / "README.md").read_text(encoding="utf-8")
     code = text.split("```python\n")[1].split("```")[0]

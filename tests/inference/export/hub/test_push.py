@@ -12,18 +12,24 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 from rich.console import Console
 
 from heads.api.errors import UserError
+from inference.decoding.decode_file import NUMBERS, read_tuned, write_tuned
+from inference.decoding.draft import Draft
+from inference.export.hub import private
 from inference.export.hub.config import PushConfig
-from inference.export.hub.folder import Sources, check_folder, read_export
+from inference.export.hub.folder import Sources, check_folder, name_start, read_export
 from inference.export.hub.push import push, upload
 from inference.folders import EXPORT_FILE
 from inference.manifest import file_entry, file_sha256, write_manifest
 from inference.report.model import read_report
+from inference.target.hardware import Device
+from tests.inference.example_report import BLOCKS, LOOP, profile_point
 from tests.inference.export.hub.example_folder import (
     CONFIG,
     build,
@@ -327,6 +333,168 @@ def test_a_token_in_the_recorded_command_does_not_leave(tmp_path: Path) -> None:
     assert not (tmp_path / "hub").exists()
 
 
+SECRETS = {
+    "an API key": "sk-proj-" + "aB3_" * 8,
+    "a GitHub token": "ghp_" + "a1B2" * 9,
+    "an AWS access key": "AKIA" + "A1B2" * 4,
+    "a Weights & Biases key": "WANDB_API_KEY=" + "0a1b" * 10,
+    "a private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
+}
+
+
+def test_a_token_of_any_usual_service_does_not_leave(
+    measured: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = write_export(tmp_path / "vllm", file_sha256(measured[0] / "model.safetensors"))
+    path = folder / "notes.txt"
+    for kind, secret in SECRETS.items():
+        path.write_text(f"x={secret}")
+        assert private.find_secret(path) == kind
+    with pytest.raises(
+        UserError, match=r"notes\.txt' holds what looks like a private key\. Revoke"
+    ):
+        build(measured[0], [measured[1]], tmp_path / "hub", REAL, {"vllm": folder})
+    path.write_text("task-" + "a" * 40 + " sk-learn AKIA ghp_ wandb 0a1b")
+    assert private.find_secret(path) == ""
+
+
+def test_a_token_between_two_pieces_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(private, "PIECE", 64)
+    path = tmp_path / "x"
+    for place in range(0, 128, 7):
+        path.write_bytes(b"." * place + GOOD_TOKEN.encode() + b"." * 99)
+        assert private.find_secret(path) == "a Hub access token"
+
+
+def test_private_folders_and_passwords_do_not_leave(tmp_path: Path) -> None:
+    home, best, target = "/srv/alice/acme", tmp_path / "best", "/srv/alice/models/target"
+    digest = write_checkpoint(best)
+    header = json.loads((best / "config.json").read_text(encoding="utf-8"))
+    header["target"]["id"] = target
+    (best / "config.json").write_text(json.dumps(header), encoding="utf-8")
+    leaks: Any = {
+        "trained_on": {"eagle3": [f"{home}/generate"]},
+        "unknown": [],
+        "left_out": ["a/b/c"],
+    }
+    leaks |= dict.fromkeys(("rows", "prompts", "exact", "near"), 1)
+    report = write_measured(
+        tmp_path / "measure",
+        digest,
+        {"path": f"{home}/my heads/best"},
+        command=f"headstart measure run.root={home} 'bench.prompts=[{home}/my own.jsonl,a/b/c]' "
+        "bench.server=http://alice:s3cretpw@host/v1?key=s3cretpw head=owner/name",
+        target={"id": target},
+        run={"leaks": leaks, "bench": {"prompts": f"{home}/prompts"}},
+    )
+    command = f"headstart tune tune.drafter={home}/eagle3"
+    numbers = dict.fromkeys(NUMBERS, 1.0)
+    chain = Draft("chain", 3).plain()
+    row: Any = {"batch_size": 1, "temperature": 0.0, "draft": chain, "chain": chain, **numbers}
+    row |= {"least_probability": None, "rule": "match", "speedup_ci95": [0.9, 1.1]}
+    device: Device = {"kind": "cpu", "name": "x", "threads": 1}
+    write_tuned(best, digest, {"id": target, "revision": "abc123"}, device, [row], command)
+    export = write_export(tmp_path / "export", digest)
+    config = json.dumps({"speculators_config": {"verifier": {"name_or_path": target}}})
+    (export / "config.json").write_text(config, encoding="utf-8")
+    told = json.loads((export / EXPORT_FILE).read_text(encoding="utf-8"))
+    told["files"] = {
+        name: file_sha256(export / name) for name in ("config.json", "model.safetensors")
+    }
+    told["notes"] = [f"the serving command has what {home}/tune.json says for this engine"]
+    (export / EXPORT_FILE).write_text(json.dumps(told), encoding="utf-8")
+
+    folder = build(best, [report], tmp_path / "hub", REAL, {"vllm": export})
+    for name, content in contents(folder).items():
+        assert b"alice" not in content and b"s3cretpw" not in content, name
+    found = read_report(folder)
+    assert found.command is not None and "bench.server=http://host/v1 head=owner/name" in (
+        found.command
+    )
+    assert "'bench.prompts=[my own.jsonl,c]'" in found.command
+    assert found.target.id == "target" and found.drafters[0].path == "best"
+    assert found.run.leaks == leaks | {"trained_on": {"eagle3": ["generate"]}}
+    tuned = folder / "decode.yaml"
+    assert tuned.read_text().splitlines()[0].endswith(": headstart tune tune.drafter=eagle3")
+    kept = read_tuned(folder)
+    assert kept is not None and kept.target == {"id": "target", "revision": "abc123"}
+    assert replace(kept, target={"id": target, "revision": "abc123"}) == read_tuned(best)
+    notes = json.loads((folder / "vllm" / EXPORT_FILE).read_text(encoding="utf-8"))
+    assert notes["files"]["config.json"] == file_sha256(folder / "vllm" / "config.json")
+    assert "vllm serve target " in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_other_drafters_of_a_report_stay_out(tmp_path: Path) -> None:
+    digest = write_checkpoint(tmp_path / "best")
+    point = profile_point(1, 2, 1.5)
+    blocks = json.loads(json.dumps(BLOCKS))
+    blocks["profile"]["points"].append(point | {"arm": "ngram"})
+    blocks["roofline"]["arms"]["ngram"] = blocks["roofline"]["arms"]["eagle3"]
+    blocks["baselines"]["ngram"] = LOOP
+    for part in ("draft", "commit"):
+        blocks["costs"][part]["ngram"] = blocks["costs"][part]["eagle3"]
+    spread = {"baseline": 0.02, "eagle3": 0.03, "ngram": 0.34}
+    report = write_measured(
+        tmp_path,
+        digest,
+        **blocks,
+        repeats={
+            "measured": 4,
+            "kept": [0, 2],
+            "limit": 0.1,
+            "spread": spread,
+            "above_tau": ["ngram"],
+        },
+        run={
+            "arms": {"eagle3": {"flips": 1}, "ngram": {"flips": 2}},
+            "leaks": {"trained_on": {"ngram": ["x"]}, "unknown": ["ngram"], "left_out": []},
+        },
+    )
+    folder = build(tmp_path / "best", [report], tmp_path / "hub", REAL)
+    assert b"ngram" not in (folder / "report.json").read_bytes().replace(b"vllm_ngram", b"")
+    found = read_report(folder)
+    assert found.repeats is not None and found.repeats.disturbed, "it was for all of them"
+    assert found.repeats.spread == {"baseline": 0.02, "eagle3": 0.03, "another drafter": 0.34}
+    assert found.baseline == read_report(report).baseline
+    assert found.profile is not None and [p.batch for p in found.profile.points] == [1, 1, 8]
+
+
+def test_a_continued_training_is_not_called_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round that continued a round that continued a head of others."""
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "theirs" / "best"
+    write_manifest(theirs, "import", {"source": "/srv/alice/downloads/Qwen3-8B_eagle3"})
+    first, last = tmp_path / "round-1" / "eagle3" / "best", tmp_path / "round-2" / "eagle3" / "best"
+    digest = write_checkpoint(last)
+    best = {"tau": None}
+    for folder, start, steps in ((first, str(theirs), 500), (last, "round-1/eagle3/best", 20)):
+        head = {"refresh": {"init_from": start}}
+        facts = {"steps": steps, "tokens": 100 * steps, "seconds": 36.0, "best": best, "head": head}
+        write_manifest(folder.parent, "train", facts)
+    report = write_measured(tmp_path / "measure", digest)
+    card = (build(last, [report], tmp_path / "hub", REAL) / "README.md").read_text("utf-8")
+    assert card.split("## Where it comes from\n\n")[1].split("\n\n")[0].splitlines() == [
+        "Continued from `eagle3` with Headstart: 20 steps, 2,000 tokens, 0.01 hours; the last "
+        "checkpoint was kept. These numbers are of the continuation alone.",
+        "`eagle3` was continued from `Qwen3-8B_eagle3` with Headstart: 500 steps, 50,000 tokens, "
+        "0.01 hours.",
+        "How `Qwen3-8B_eagle3` was trained is not known here.",
+    ]
+
+
+def test_a_start_from_the_hub_has_its_name_there(tmp_path: Path) -> None:
+    cached = tmp_path / "models--someone--eagle3" / "snapshots" / "0a1b"
+    assert name_start(cached) == "someone/eagle3"
+    write_manifest(tmp_path / "pulled", "push", {"repo": "someone/else"})
+    assert name_start(tmp_path / "pulled") == "someone/else"
+    for start, name in (("outputs/x/train/medusa/best", "medusa"), ("/srv/alice/heads/a", "a")):
+        assert name_start(Path(start)) == name
+
+
 def test_several_reports_go_along(tmp_path: Path) -> None:
     digest = write_checkpoint(tmp_path / "best")
     reports = [
@@ -335,7 +503,7 @@ def test_several_reports_go_along(tmp_path: Path) -> None:
     ]
     folder = build(tmp_path / "best", reports, tmp_path / "hub", REAL)
     assert read_report(folder / "report_2.json").settings.temperature == 1.0
-    assert read_report(folder) == read_report(reports[0])
+    assert read_report(folder).settings == read_report(reports[0]).settings
     assert len(check_folder(folder)) == len(FILES) + 1
 
 
