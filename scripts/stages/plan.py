@@ -82,12 +82,12 @@ def show_ways(job: TrainingJob, config: PlanConfig, speed: Speed, screen: Consol
 
 
 def speed_of(job: TrainingJob, config: PlanConfig) -> Speed:
-    """The expected speed: from a GPU's figures, a run's summary, or real steps taken now; without
+    """The expected speed: from a run's summary, a GPU's figures, or real steps taken now; without
     answers for such steps, from a matrix product on this machine."""
+    if config.measured:
+        return Speed.read(read_summary(config.measured), config.measured, config.gpu)
     if config.gpu:
         return Speed.of(config)
-    if config.measured:
-        return Speed.read(read_summary(config.measured), config.measured)
     if not (job.data / MANIFEST_FILE).is_file():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return Speed.here(device, job.engine, config.mfu)

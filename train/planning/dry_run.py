@@ -2,8 +2,9 @@
 
 Token ids, segments and masks are real, because the losses choose positions by them; floats have
 only a shape and a dtype. So every kind is counted by the code that will train it. Fake tensors
-claim to be on the CPU; if a kind has another path on CUDA (flex attention of block drafters), that
-path needs less.
+claim to be on the CPU, so callers set the chunks in which the planned device computes losses
+(`heads.nn.losses.chunks_of`); if a kind has another path on CUDA (flex attention of block
+drafters), that path needs less.
 
 Legend: B rows, T positions.
 """

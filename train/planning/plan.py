@@ -3,7 +3,8 @@
 Only the target's config is read (train/planning/target.py); the drafter's step is counted by its
 own code without memory (train/planning/dry_run.py). Time is FLOPs over (peak x utilisation): the
 utilisation of a finished run, of a few real steps on this machine, or an assumption for a given
-GPU. Communication is added from the links' bandwidths. docs/scale.md has the formulas.
+GPU. Communication is added from a given GPU's links; the time of `engine.offload` is not counted.
+docs/scale.md has the formulas.
 
 The count depends on where the target runs (`Division`, `target_pass`): with features.mode=online in
 every process; with group in the last ones, ahead of the others, which train; with store and remote
@@ -24,6 +25,7 @@ from annotated_types import Ge, Le
 from heads.api.config import Fraction, Repeats, TokenTotal, config
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
+from heads.nn import losses
 from inference.target.loading import TargetConfig
 from train.config import TrainingJob
 from train.data.loader import require_dealt
@@ -44,6 +46,9 @@ ASSUMED_MFU = 0.35
 report 0.3 to 0.5)."""
 LINK_SHARE = 0.8
 """Share of a link's bandwidth that collectives reach: an assumption."""
+MESSAGE_ELEMENTS = 500_000_000
+"""DeepSpeed stage 0: about how many gradient elements are copied into one all-reduce (its own
+constant, `MEMORY_OPT_ALLREDUCE_SIZE`)."""
 RUNTIME_BYTES = 2 * GIGA
 """Memory of CUDA, NCCL and a fragmented allocator on each GPU: an assumption."""
 
@@ -150,8 +155,8 @@ class PlanConfig:
     """The hardware of a planned training, and the basis of its time estimate."""
 
     gpu: str = ""
-    """Name of a GPU (h100, h200, a100, b200, l40s, ...); empty: time as measured, from `measured`
-    or from a few steps on this machine."""
+    """Name of a GPU (h100, h200, a100, b200, l40s, ...), for its memory, links and peak; empty:
+    time as measured, from `measured` or from a few steps on this machine."""
     count: Annotated[int, Ge(1), Le(1_000_000)] = 1
     """Processes, one per GPU."""
     per_machine: Annotated[int, Ge(1), Le(1_000_000)] = 8
@@ -167,8 +172,9 @@ class PlanConfig:
     supervised: Fraction = 0.7
     """Share of the tokens that are supervised if no packed answers give it (0 to 1)."""
     measured: str = ""
-    """summary.json of a run (or its folder) with the same target and head on the planned
-    hardware."""
+    """summary.json of a run (or its folder) with the same target and head on the planned hardware,
+    whose utilisation replaces `mfu`. With `gpu`, communication is added: give a run of one
+    process."""
     steps: Repeats = 3
     """Number of real steps to run on this machine if neither `gpu` nor `measured` is given."""
 
@@ -201,7 +207,8 @@ class Speed:
         return cls(peak.flops * mfu, f"{peak.source} x {mfu:g} (assumed; no answers to train on)")
 
     @classmethod
-    def read(cls, summary: Summary, source: str) -> Speed:
+    def read(cls, summary: Summary, source: str, planned: str = "") -> Speed:
+        """The utilisation of a finished run: of its device's peak, or of a `planned` GPU's."""
         if not summary.mfu:
             raise UserError(
                 f"'{source}' has no utilisation to plan with. Give train.peak_tflops for that "
@@ -209,8 +216,9 @@ class Speed:
             )
         peak, aside = summary.peak, summary.seconds
         fixed = (aside["evaluation"] + aside["saving"]) / summary.wall_seconds
-        about = f"measured: {source} ({summary.mfu:.1%} of {peak.source})"
-        return cls(summary.mfu * peak.tflops * TERA, about, fixed)
+        known = gpu(planned).peak if planned else peak.tflops * TERA
+        of = f"{planned}: {known / TERA:g} TFLOP/s" if planned else peak.source
+        return cls(summary.mfu * known, f"measured: {source} ({summary.mfu:.1%} of {of})", fixed)
 
 
 def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str, int]:
@@ -218,7 +226,8 @@ def state_bytes(weights: int, engine: EngineConfig, processes: int) -> dict[str,
     Muon's matrices have one), and `working` (the engine's copies and buffers)."""
     whole, part = 4 * weights, -(-4 * weights // processes)
     if engine.name == "torch" or engine.zero_stage == 0:
-        message = whole if engine.name == "torch" and processes > 1 else 0
+        most = whole if engine.name == "torch" else 4 * MESSAGE_ELEMENTS
+        message = min(whole, most) if processes > 1 else 0
         return {"weights": whole, "gradients": whole, "adam": 2 * whole, "working": message}
     stage, bucket = engine.zero_stage, 4 * min(weights, BUCKET_ELEMENTS)
     gathered = min(whole, LIVE_BUCKETS * bucket) if stage == 3 and processes > 1 else 0
@@ -290,12 +299,22 @@ def step_seconds(
     if trainers == 1 or not config.gpu:
         return {**compute, "communication": 0.0}
     carried, share = bandwidth(config), (trainers - 1) / trainers
-    reduced = 2 * share * 4 * weights / carried
+    reduced = share * sent(job.engine, micro) * 4 * weights / carried
     if online and job.engine.target_sharding != "none":
         # Layers are gathered while others are computed: the longer of both counts.
         gathered = micro * share * target.layer_bytes / carried
         return {**compute, "communication": reduced + max(0.0, gathered - compute["target"])}
     return {**compute, "communication": reduced}
+
+
+def sent(engine: EngineConfig, micro: int) -> int:
+    """How often a step of `micro` micro-batches sends all weights or gradients around the ring. An
+    all-reduce counts twice, a reduce-scatter or gathering once."""
+    if engine.name == "torch" or engine.zero_stage == 0:
+        return 2
+    # DeepSpeed reduces by all-reduce in stages 1 and 2, and gathers the updated weights once; from
+    # stage 2 on it reduces in every micro-batch, and stage 3 gathers in both passes of each
+    return {1: 3, 2: 2 * micro + 1, 3: 3 * micro}[engine.zero_stage]
 
 
 def division_of(job: TrainingJob, config: PlanConfig) -> Division:
@@ -355,7 +374,8 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
         )
     tokens, supervised = amount.tokens, amount.supervised
     shape, settings = (train.micro_batch, train.sequence_length), (job.target, job.engine)
-    counted = count_step(job.kind, ByText(job.head), *settings, *shape, round(supervised, 2))
+    chunk = chunk_of(config)
+    counted = count_step(job.kind, ByText(job.head), *settings, *shape, round(supervised, 2), chunk)
     target, needs, weights, _, dry = counted
     held = with_total(memory(job, counted, trainers))
     beside = None
@@ -395,7 +415,7 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
         "fits": None if capacity is None else largest <= capacity,
         "largest_tensor": {"bytes": dry.largest, "shape": list(dry.largest_shape)},
         "disk_bytes": {
-            "states": 12 * weights * (train.keep + 1),
+            "states": (16 if train.average else 12) * weights * (train.keep + 1),
             "best": 2 * weights * target.dtype.itemsize,
             "feature_store": {
                 fmt: store_bytes(size, tokens, rows, 1, 1) for fmt, size in stores.items()
@@ -445,14 +465,24 @@ def count_step(
     rows: int,
     length: int,
     supervised: float,
+    chunk: int,
 ) -> Counted:
-    """The counts of one step; cached, because plans for several sizes share them."""
+    """The counts of one step, with losses in chunks of at most `chunk` elements; cached, because
+    plans for several sizes share them."""
     described = plan_target(target)
     drafter = plan_drafter(kind, head.settings, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     parts = held_in_parts(kind, head.settings, described)
-    step = dry_step(drafter, described, engine, rows, length, supervised)
+    with losses.chunks_of(chunk):
+        step = dry_step(drafter, described, engine, rows, length, supervised)
     return Counted(described, drafter.needs, weights, parts, step)
+
+
+def chunk_of(config: PlanConfig) -> int:
+    """Most elements in a chunk of a loss on the planned device; without `gpu`, on this machine."""
+    if config.gpu:
+        return losses.gpu_chunk_elements(int(gpu(config.gpu).memory))
+    return losses.chunk_elements(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def known_amount(job: TrainingJob, config: PlanConfig) -> Amount | None:

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
-from heads.nn import attention
+from heads.nn import attention, losses
 from heads.nn.packing import first_places
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -34,10 +33,11 @@ from train.engines.base import EngineConfig, Objective
 from train.engines.make import make_engine
 from train.optim import OptimConfig
 from train.planning import dry_run
-from train.planning.dry_run import dry_batch, dry_step, held_in_parts, plan_drafter
+from train.planning import plan as planning
+from train.planning.dry_run import DryStep, dry_batch, dry_step, held_in_parts, plan_drafter
 from train.planning.footprint import Footprint
 from train.planning.plan import PlanConfig, Speed, bandwidth, make_plan, state_bytes, target_bytes
-from train.planning.target import active_weights, plan_target
+from train.planning.target import plan_target
 from train.target.parts import StoredWeights, load_parts
 
 CONFIGS = Path(__file__).parents[3] / "assets" / "configs"
@@ -84,24 +84,6 @@ def test_the_target_is_counted_as_it_runs(folder: Path) -> None:
     # here the last features come after the layers are done with; it is exact where layers weigh
     # more (docs/scale.md)
     assert plan.activations(rows, length, needs) == pytest.approx(took.peak, rel=0.25)
-
-
-def test_experts_count_by_the_share_that_is_chosen() -> None:
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    layer = Qwen3MoeForCausalLM(config).model.layers[0]
-    attention, router, expert = 16 * 16 + 2 * 16 * 8 + 16 * 16, 8 * 16, 3 * 16 * 8
-    assert active_weights(layer, config) == attention + router + 2 * expert
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 1 << 16])
@@ -194,7 +176,15 @@ def test_zero_divides_what_it_says() -> None:
         return state_bytes(1000, EngineConfig(zero_stage=stage), 4)
 
     whole, part = 4000, 1000
-    assert by_stage(0) == {"weights": whole, "gradients": whole, "adam": 2 * whole, "working": 0}
+    assert by_stage(0) == {
+        "weights": whole,
+        "gradients": whole,
+        "adam": 2 * whole,
+        "working": whole,
+    }
+    many = 10**9  # gradients are copied in parts for their all-reduce
+    assert state_bytes(many, EngineConfig(zero_stage=0), 4)["working"] == 4 * 500_000_000
+    assert state_bytes(many, EngineConfig(zero_stage=0), 1)["working"] == 0
     assert by_stage(1) == {
         "weights": whole,
         "gradients": whole,
@@ -250,6 +240,47 @@ def planned(folder: Path, count: int, mode: str, **changes: Any) -> dict[str, An
     return make_plan(
         job_for(folder, features=features, parity=False, **changes), config, Speed.of(config)
     )
+
+
+def test_communication_follows_the_stage_and_the_micro_batches(folder: Path) -> None:
+    def seconds(engine: EngineConfig, micro: int) -> float:
+        job = replace(job_for(folder, global_batch=8 * micro, micro_batch=2), engine=engine)
+        config = PlanConfig(gpu="h100", count=4, tokens=64 * 80)
+        plan = make_plan(job, config, Speed.of(config))
+        once = 3 / 4 * 4 * plan["drafter"]["trained_weights"] / bandwidth(config)
+        return plan["step_seconds"]["communication"] / once
+
+    one, five = (
+        [seconds(EngineConfig(zero_stage=stage), micro) for stage in range(4)] for micro in (1, 5)
+    )
+    # once for a gathering or a reduce-scatter, twice for an all-reduce
+    assert one == pytest.approx([2, 3, 3, 3])
+    assert five == pytest.approx([2, 3, 11, 15])
+    assert seconds(EngineConfig(name="torch"), 5) == pytest.approx(2)
+
+
+def test_states_on_disk_hold_the_running_mean(folder: Path) -> None:
+    plain, averaged = (planned(folder, 1, "online", average=decay) for decay in (0.0, 0.99))
+    weights, kept = plain["drafter"]["trained_weights"], 1 + job_for(folder).config.keep
+    assert plain["disk_bytes"]["states"] == 12 * weights * kept
+    assert averaged["disk_bytes"]["states"] == 16 * weights * kept
+
+
+def test_losses_are_counted_in_the_chunks_of_the_planned_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def counted(*given: Any) -> DryStep:
+        seen.append(losses.chunk_elements(torch.device("cpu")))  # where fake tensors claim to be
+        return dry_step(*given)
+
+    monkeypatch.setattr(planning, "dry_step", counted)
+    for name in ("h100", "h200"):
+        config = PlanConfig(gpu=name, tokens=64 * 80)
+        make_plan(job_for(folder, sequence_length=48), config, Speed.of(config))
+    assert seen == [1 << 27, 1 << 28]
+    assert losses.chunk_elements(torch.device("cpu")) == losses.CHUNK_ELEMENTS == 1 << 25
 
 
 def test_the_target_is_counted_as_the_trainer_holds_it(folder: Path) -> None:
