@@ -96,7 +96,7 @@ class TargetBytes:
             experts=experts,
             kv_per_token=sizes.slot,
             states=sizes.row,
-            reached=divide(active, total),
+            reached=divide(active, total) or 1.0,  # unknown: all of them, which is the most
         )
 
     def step(self, nodes: int, length: float) -> int:

@@ -86,6 +86,14 @@ def test_experts_are_read_in_part() -> None:
     assert [size.step(n, 0) for n in (1, 2, 4, 8)] == [1200, 1400, 1800, 1800]
 
 
+def test_experts_that_a_token_reaches_are_a_share_or_all_of_them() -> None:
+    known = TargetBytes.of(random_target("mixtral"))
+    assert known.experts and known.reached == 0.5
+    # DBRX has its numbers in another part of its config
+    unknown = TargetBytes.of(random_target("dbrx"))
+    assert unknown.experts and unknown.step(1, 0) == unknown.weights + unknown.experts
+
+
 def test_states_are_read_twice_and_written_once_whatever_the_length() -> None:
     size = TargetBytes(weights=1000, experts=0, kv_per_token=2, states=50, reached=0.0)
     assert (size.step(1, 0), size.step(8, 100)) == (1150, 1350)
