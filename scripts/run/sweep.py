@@ -127,7 +127,7 @@ def run_multiple(hydra: Hydra, stage: Stage, own: list[Override], hydras: dict[s
         total = int(composed.hydra.sweeper.n_trials)
     folder = Path(str(composed.hydra.sweep.dir))
     hydras["hydra.sweep.dir"] = f"hydra.sweep.dir='{folder}'"  # this fixes the folder's time
-    fixed = tuple(item.key_or_group for item in own if not item.is_sweep_override())
+    fixed = fixed_keys(own)
     texts = [*map(force, own), *hydras.values()]
     try:
         task = partial(run_job, stage.name, fixed, total)
@@ -234,10 +234,16 @@ def expand(stage: Stage, given: Sequence[Override]) -> list[list[str]]:
         return combine(stage, parse(own, hydra.config_loader))
 
 
+def fixed_keys(given: Sequence[Override]) -> tuple[str, ...]:
+    """The keys that have one value in all jobs."""
+    swept = {item.key_or_group for item in given if item.is_sweep_override()}
+    return tuple(item.key_or_group for item in given if item.key_or_group not in swept)
+
+
 def combine(stage: Stage, own: Sequence[Override]) -> list[list[str]]:
     """Every combination of the values listed in the overrides, in order, each with a name."""
-    fixed = tuple(item.key_or_group for item in own if not item.is_sweep_override())
-    if len(fixed) == len(own):
+    fixed = fixed_keys(own)
+    if not any(item.is_sweep_override() for item in own):
         raise UserError(
             "-m runs a stage for several values, but none are listed. Write for instance "
             "head=medusa,eagle3."

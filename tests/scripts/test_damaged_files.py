@@ -13,6 +13,7 @@ import pytest
 from inference.manifest import write_manifest
 from inference.report.model import write_report
 from scripts.cli import main
+from scripts.tools.common import PROMPTS
 from tests.inference.example_report import example_report
 from tests.inference.test_folders import contents
 from tests.scripts.test_deletions import ANSWERS, command, made, refused, root
@@ -31,7 +32,7 @@ CONFIG = "outputs/a/train/medusa/best/config.json"
     [
         ("measure", ["measure.name=other", "bench.prompts={}"]),
         ("tune", ["tune.drafter=medusa", "tune.prompts={}"]),
-        ("traffic", ["traffic.file={}"]),
+        ("traffic", ["traffic.file={}", f"traffic.prompts={PROMPTS}"]),
     ],
 )
 def test_prompts_that_are_no_text(
@@ -155,7 +156,7 @@ def test_a_broken_pickle_and_a_checkpoint_of_our_own_are_not_imported(
         ("measure", "outputs/a/other", ["measure.name=other"]),
         ("audit", "outputs/a/audit", []),
         ("export", "outputs/a/export/medusa", []),
-        ("tune", "outputs/a/tune/medusa", ["tune.drafter=medusa"]),
+        ("tune", "outputs/a/tune/medusa", ["tune.drafter=medusa", f"tune.prompts={PROMPTS}"]),
         ("features", "store", ["head=medusa", "features.path={}/store"]),
         ("report", "out", ["report.out={}/out"]),
         ("import", "taken", ["import.source={}/exported", "import.out={}/taken/x"]),

@@ -22,6 +22,7 @@ from scripts.cli import main
 from scripts.config.stages import STAGES
 from scripts.run.drafters import at, load
 from scripts.stages.loop.rounds import is_copy
+from scripts.tools.common import PROMPTS
 from tests.inference.example_report import example_report
 from tests.inference.export.ground import load_target, save, save_target
 from tests.inference.test_folders import contents, recorded
@@ -376,7 +377,7 @@ def test_a_changed_export_is_not_imported(root: Path, capsys: pytest.CaptureFixt
         ("train", "train/medusa/.writer.json", ["head=medusa"]),
         ("measure", "measure/.writer.json", []),
         ("audit", "audit/.writer.json", []),
-        ("tune", "tune/medusa/.writer.json", []),
+        ("tune", "tune/medusa/.writer.json", [f"tune.prompts={PROMPTS}"]),
         ("report", ".report.writer.json", []),
         ("loop", ".loop.writer.json", ["head=medusa"]),
         ("export", "export/medusa/.vllm.writer.json", []),

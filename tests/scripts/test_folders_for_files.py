@@ -10,6 +10,7 @@ import pytest
 
 from inference.manifest import write_manifest
 from scripts.cli import main
+from scripts.tools.common import PROMPTS
 from tests.scripts.test_deletions import ANSWERS, command, made, root
 
 __all__ = ["made", "root"]
@@ -29,7 +30,7 @@ SMALL = [
         ("measure", [*SMALL, "decode.adaptive=confidence", "decode.adaptive_head={}"]),
         ("measure", [*SMALL, "bench.prompts={}"]),
         ("tune", ["tune.drafter=medusa", "tune.prompts={}"]),
-        ("traffic", ["traffic.file={}"]),
+        ("traffic", ["traffic.file={}", f"traffic.prompts={PROMPTS}"]),
         ("generate", ["data=jsonl", "data.path={}"]),
         ("generate", ["data.held_out=[{}]"]),
         ("generate", ["generate.drafter={}", "data.limit=4"]),
