@@ -280,7 +280,12 @@ def collect(phases: Sequence[Facts], sizes: Sizes, settings: Facts, asked: str) 
         "format": 1,
         "command": asked,
         "git": git_state().get("revision", ""),
-        "settings": {**settings, "depth": DEPTH, **process_facts()},
+        "settings": {
+            **settings,
+            "depth": DEPTH,
+            "probes_in_all_phases": True,  # a probe of one phase is a probe in the others
+            **process_facts(),
+        },
         "device": device_facts(torch.device("cpu")),
         "phases": [{key: phase[key] for key in phase if key != "observed"} for phase in phases],
         "totals": totals,

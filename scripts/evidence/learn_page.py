@@ -8,6 +8,10 @@ from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell
 from scripts.evidence.learn_figures import FROZEN, RETRAINED, SIDES
 
+MIXED = (
+    " in their phase. Most of those of the phases after a change of the target were learnt from in "
+    "an earlier phase, by the server alone, which favours **learned** there."
+)
 LIVE = (FROZEN, "learning", RETRAINED)
 """The columns of tau over time."""
 
@@ -16,6 +20,8 @@ def page(content: Facts) -> list[str]:
     """The report as Markdown."""
     phases, totals = content["phases"], content["totals"]
     simulated, own = content["false_swaps"]["simulated"], content["false_swaps"]["in_this_run"]
+    # reports of earlier versions dealt the prompts of the mixed phases anew
+    apart = content["settings"].get("probes_in_all_phases", False)
     return [
         "# Learning from traffic",
         "",
@@ -29,7 +35,8 @@ def page(content: Facts) -> list[str]:
         "",
         "## tau",
         "",
-        "On requests that neither the server nor the training from scratch has learnt from. "
+        "On requests that neither the server nor the training from scratch has learnt from"
+        f"{'.' if apart else MIXED} "
         "**frozen**: the drafter with which the first phase begins. **learned**: the one that "
         "serves at the phase's end. **retrained**: from scratch on the target's answers to the "
         "phase's other requests. **of retrained**: learned / retrained; **of accepted**: the same "

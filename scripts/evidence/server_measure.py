@@ -161,8 +161,8 @@ def measured(
 
 
 class OwnDecoding:
-    """Our decoder's results on the measured prompts. counts: by vLLM's definition; tokens, text: of
-    each answer, by the prompt's id."""
+    """Our decoder's results on the measured prompts. counts: by vLLM's definition; texts: of the
+    answers, by the prompt's id."""
 
     def __init__(self, counts: live.Counts, texts: dict[str, str]) -> None:
         self.counts, self.texts = counts, texts
@@ -176,6 +176,7 @@ class OwnDecoding:
         decode: DecodeConfig,
         prompts: list[Prompt],
     ) -> OwnDecoding:
+        """Decode those of the prompts that `bench` chooses, with the drafter that is served."""
         chosen, _ = split_prompts(bench, prompts)
         requests = to_requests(chosen, target.tokenizer, decode)
         found = live.decode(target, served.drafter, requests, served.depth, 4)

@@ -86,6 +86,8 @@ class RunRecord:
     target: str = ""
     """Hash of the weights of a target in a local folder (`revision_of`); empty for others, and in
     records of earlier versions."""
+    all_inputs: bool = False
+    """Whether `inputs` has those that earlier versions did not record (`with_later`)."""
     drafters: dict[str, Any] = field(default_factory=dict)
     """Drafter without a checkpoint -> its configuration (`scripts.run.drafters.described`); empty
     in records of earlier versions, and of stages that read no such drafter."""
@@ -108,7 +110,7 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         content = asdict(self)
-        for key in ("finished", "copied_from", "target", "drafters"):
+        for key in ("finished", "copied_from", "target", "all_inputs", "drafters"):
             if not content[key]:
                 del content[key]
         write_json(folder / RUN_FILE, content)
@@ -217,6 +219,7 @@ def open_folder(
         stage=settings.stage.name,
         inputs=hashes,
         target=target_weights(settings),
+        all_inputs=not is_earlier(settings, path),
         drafters=dict(drafters or {}),
         choices=settings.choices,
         seed=config.seed,
@@ -318,10 +321,14 @@ def with_later(
 ) -> list[Path]:
     """`inputs` and `later`, the input files that earlier versions did not record: a folder `path`
     of theirs has `inputs` only, and is compared with these."""
+    return [*inputs, *(() if is_earlier(settings, path) else later)]
+
+
+def is_earlier(settings: Settings, path: Path) -> bool:
+    """Whether a folder has results of a version that did not record all inputs."""
     continued = not settings.run.overwrite and holds_results(path)
     previous = read_record(path) if continued else None
-    earlier = previous is not None and len(previous.inputs) <= len({*inputs})
-    return [*inputs, *(() if earlier else later)]
+    return previous is not None and not previous.all_inputs
 
 
 def holds_results(path: Path) -> bool:

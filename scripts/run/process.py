@@ -61,6 +61,7 @@ class Session:
 
 
 def this_session(settings: Settings) -> Session:
+    """The record of this process, for the folder of a stage with these settings."""
     return Session(
         started=now(),
         command=command_line(settings),

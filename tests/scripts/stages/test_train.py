@@ -71,6 +71,7 @@ def test_a_training_is_made_from_its_prompts_and_the_weights_that_it_starts_from
     folder.record.inputs = {
         name: one for name, one in folder.record.inputs.items() if name.endswith(MANIFEST_FILE)
     }
+    folder.record.all_inputs = False
     folder.record.write(job.out)
     assert opened(inputs_of(settings, job)).complete
     again = settings.put(run=replace(settings.run, overwrite=True))
