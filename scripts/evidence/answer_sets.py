@@ -4,8 +4,9 @@ tokens.
 
 The prompts are those of existing answers, and more that the target writes from their beginnings
 (train/feedback/variations.py), in a random order. So any number of first prompts is a sample of the
-same mixture and part of every larger set. A set is a folder in the form of `headstart generate`.
-Its name contains a digest of its inputs, and it is made once.
+same mixture and part of every larger set. Sets beyond this pool add prompts that the target writes
+next. A set is a folder in the form of `headstart generate`. Its name contains a digest of its
+inputs, and it is made once.
 
 Legend: B rows, T positions, M supervised tokens, H hidden, V vocabulary.
 """
@@ -65,8 +66,8 @@ Line = dict[str, Any]
 
 
 class AnswerSets:
-    """The sets of one target. answers: those whose prompts are the first; pool: total number of
-    different prompts."""
+    """The sets of one target. pool: number of different prompts in random order, among them those
+    of the target's own answers."""
 
     def __init__(self, bench: Bench, pool: int) -> None:
         self.bench, self.pool = bench, pool
@@ -134,30 +135,40 @@ class AnswerSets:
 
     # Sets
 
+    def ordered(self, more: int) -> list[Line]:
+        """The prompts of the pool in random order with their spare ones, and `more` after them."""
+        own, wanted = self.bench.place.answers, with_spare(self.pool)
+        lines = [prompt_line(row) for row in self.rows(own)]
+        needed, mixed = wanted + more - len(lines), max(0, wanted - len(lines))
+        written = self.written(own, needed) if needed > 0 else []
+        lines += written[:mixed]
+        random.Random("answer sets").shuffle(lines)
+        return [*lines, *written[mixed:]][: wanted + more]
+
     @cached_property
     def all(self) -> Path:
-        """The answers to all prompts, at least `pool`; raises `UserError` if there are fewer."""
-        own, wanted = self.bench.place.answers, math.ceil(self.pool * (1 + SPARE))
+        """The answers to all prompts of the pool."""
+        own, wanted = self.bench.place.answers, with_spare(self.pool)
         key = [answers_facts(own), wanted, wishes(FeedbackConfig())]
         prompts = self.folder / "prompts" / f"all-{digest(key)}.jsonl"
         if not prompts.is_file():
-            lines = [prompt_line(row) for row in self.rows(own)]
-            if wanted > len(lines):
-                lines += self.written(own, wanted - len(lines))
-            random.Random("answer sets").shuffle(lines)
-            write_lines(prompts, lines[:wanted])
-        answers = self.answered("all", prompts)
-        if rows_in(answers) < self.pool:
-            raise UserError(
-                f"{rows_in(answers)} of {wanted} different prompts were answered, and {self.pool} "
-                "answers are needed: ask for fewer."
-            )
-        return answers
+            write_lines(prompts, self.ordered(0))
+        return at_least(self.pool, self.answered("all", prompts))
+
+    def further(self, count: int) -> Path:
+        """The answers to prompts after those of the pool, at least `count`."""
+        own, wanted = self.bench.place.answers, with_spare(self.pool)
+        key = [answers_facts(own), wanted, count, wishes(FeedbackConfig())]
+        prompts = self.folder / "prompts" / f"further-{digest(key)}.jsonl"
+        if not prompts.is_file():
+            write_lines(prompts, self.ordered(with_spare(count))[wanted:])
+        return at_least(count, self.answered("further", prompts))
 
     def first(self, count: int) -> Path:
-        """The first `count` answers."""
+        """The first `count` answers; beyond the pool, all of it and further ones."""
         if count > self.pool:
-            raise UserError(f"{count} answers were asked for, and there are {self.pool} prompts.")
+            parts = [self.first(self.pool), self.further(count - self.pool)]
+            return self.joined(f"first-{count}", parts, count)
         return self.made(
             f"first-{count}",
             [answers_facts(self.all), count],
@@ -181,7 +192,7 @@ class AnswerSets:
         key = [answers_facts(start), count, wishes(FeedbackConfig())]
         prompts = self.folder / "prompts" / f"few-{digest(key)}.jsonl"
         if not prompts.is_file():
-            write_lines(prompts, self.written(start, math.ceil((count - few) * (1 + SPARE))))
+            write_lines(prompts, self.written(start, with_spare(count - few)))
         return self.joined(f"from-{few}", [start, self.answered("few", prompts)], count)
 
     def branched(self, answers: Path, checkpoint: Path, depth: int, count: int) -> Path:
@@ -211,6 +222,21 @@ class AnswerSets:
                 out, islice(chain.from_iterable(map(self.rows, folders)), count), folders[0]
             ),
         )
+
+
+def with_spare(count: int) -> int:
+    """The number of prompts of which at least `count` are answered."""
+    return math.ceil(count * (1 + SPARE))
+
+
+def at_least(count: int, answers: Path) -> Path:
+    """`answers`; raises `UserError` if there are fewer than `count`."""
+    if rows_in(answers) < count:
+        raise UserError(
+            f"{rows_in(answers)} different prompts were answered in '{answers}', and {count} "
+            "answers are needed: ask for fewer."
+        )
+    return answers
 
 
 def wishes(config: FeedbackConfig) -> Line:

@@ -75,9 +75,31 @@ def test_what_is_made_is_not_made_again(sets: AnswerSets, monkeypatch: pytest.Mo
         again.first(POOL - 1)
 
 
-def test_more_answers_than_prompts_are_refused(sets: AnswerSets) -> None:
-    with pytest.raises(UserError, match=rf"{POOL + 1} answers were asked for.* {POOL} prompts"):
-        sets.first(POOL + 1)
+def test_a_set_beyond_the_pool_continues_it_with_prompts_that_the_target_writes_next(
+    sets: AnswerSets,
+) -> None:
+    whole = names(sets, sets.first(POOL))
+    larger = names(sets, sets.first(POOL + 6))
+    assert larger[:POOL] == whole and len(set(larger)) == POOL + 6
+    further = read_lines([sets.prompts_of(sets.first(POOL + 6))])
+    prompts = [tuple(line["tokens"]) for line in further]
+    assert len(set(prompts)) == POOL + 6
+    assert all(name.startswith("variation") for name in larger[POOL:])
+
+
+def test_prompts_of_the_target_that_no_pool_has_come_after_it(
+    sets: AnswerSets, tmp_path: Path
+) -> None:
+    """With a pool smaller than the target's own prompts, the others come next."""
+    few = AnswerSets(Bench(sets.bench.place, tmp_path, 1, 2), 4)
+    own = [line["id"] for line in few.ordered(4)]
+    assert len(own) == 9 and all(name.startswith("train") for name in own)  # 5 with a spare one
+    assert own[:5] == [line["id"] for line in few.ordered(0)]
+
+
+def test_fewer_answers_than_are_needed_are_told(sets: AnswerSets) -> None:
+    with pytest.raises(UserError, match=rf"12 different prompts .* and {POOL} answers are needed"):
+        answer_sets.at_least(POOL, sets.first(12))
 
 
 def test_a_target_that_writes_no_new_prompts_is_told(
