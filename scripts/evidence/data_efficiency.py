@@ -537,7 +537,7 @@ main = command(
     seeds={"nargs": "+", "type": int, "default": SEEDS},
     pool=(
         0,
-        "different prompts in random order, of which sizes are the first; a larger size adds prompts "
+        "different prompts in random order, of which sizes are the first; larger sizes add prompts "
         "that the target writes next; 0: 30000 or the largest size",
     ),
     **options_of_bench("data_efficiency"),

@@ -24,11 +24,13 @@ from inference.verifications import read_facts
 from scripts.config.schema import Settings, load_settings, read_settings, write_settings
 from scripts.config.stages import STAGES
 from scripts.run import drafters
+from scripts.run.folder import open_folder
 from scripts.stages.loop import facts as rounds_facts
 from scripts.stages.loop import speed
 from scripts.stages.loop.facts import Answered, HelpedGeneration, LoopRecord, RoundRecord, Spent
 from scripts.stages.loop.plan import RoundPlan
 from scripts.stages.loop.rounds import Rounds, answers_plainly, only_switches
+from scripts.stages.loop.steps import Step
 from scripts.stages.loop.table import compare, table
 from tests.chaos.kill_loop import kill_and_compare, timeless
 from tests.scripts.loops import micro_loop
@@ -728,6 +730,33 @@ def test_starting_again_removes_what_a_round_made_before(
         with pytest.raises(UserError, match="no further"):
             Rounds(settings(f"run.root={tmp_path}", "run.name=r", more)).play(0)
         assert sum(path.is_file() for path in (run / "round-0").rglob("*")) == kept
+
+
+def test_a_launch_that_is_started_again_keeps_what_its_round_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run.overwrite=true` deletes once in a launch."""
+    given = settings(f"run.root={tmp_path}", "run.name=r", "run.overwrite=true")
+    folder = tmp_path / "r" / "round-0"
+    made = write(folder / "variations" / "variations.jsonl", "{}")
+
+    def start(launch: str, restarts: str) -> bool:
+        """Whether the prompts made before are there after a start that generates and ends."""
+        monkeypatch.setenv("SLURM_JOB_ID", launch)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        with pytest.raises(UserError, match="ended"):
+            Rounds(given).play(0)
+        return made.is_file()
+
+    def generate(rounds: Rounds, step: Step) -> None:
+        open_folder(step.settings, folder / "generate").released()
+        raise UserError("ended")
+
+    monkeypatch.setattr(Rounds, "perform", generate)
+    assert not start("first", "0")
+    write(made, "{}")
+    assert start("first", "1")
+    assert not start("second", "1")  # its first start ended before it came here
 
 
 def test_a_finished_loop_keeps_its_record_if_a_repeat_is_refused(

@@ -26,7 +26,15 @@ from inference.measure.metrics import Gain
 from inference.target.model import TargetModel
 from inference.writers import only_writer
 from scripts.config.schema import Settings
-from scripts.run.folder import different, holds_results, in_words, name_of, named_file, read_record
+from scripts.run.folder import (
+    different,
+    holds_results,
+    in_words,
+    name_of,
+    named_file,
+    overwrites,
+    read_record,
+)
 from scripts.run.process import prepare_process, shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.plan import (
@@ -148,7 +156,7 @@ class Rounds:
         entry = facts.RoundRecord(number, "" if first else self.training(self.best).checkpoint)
         asked = [] if first else self.active(number)
         learns = [name for name in asked if name != ON_POLICY]
-        if self.settings.run.overwrite:
+        if overwrites(self.settings.run, folder / "generate"):
             self.remove_made(number)
         step = plan.generation(number, entry.start, bool(learns), self.hard_prompts(number))
         self.perform(step)
@@ -253,7 +261,7 @@ class Rounds:
         answers = [folder for each in read for folder in self.answer_folders(each)]
         if not own and len(answers) == 1:
             return answers[0]
-        begun = not run.overwrite and holds_results(training)
+        begun = not overwrites(run, training) and holds_results(training)
         if begun and run.accept_changes and (out / MANIFEST_FILE).is_file():
             return out  # changed settings count for what has not begun
         records = [folder / RECORDS for folder in answers]
