@@ -66,6 +66,14 @@ class Drafter(BlockModel):
         super().__init__(config, info)
         self._plans = PlanCache(self.one_pass)
 
+    @property
+    def taught_labels(self) -> str:
+        """See `TrainableDrafter`; also what chooses candidates or weighs depths by the tokens."""
+        config: Config = self.config
+        if config.dependency in ("selector", "lilicorr"):
+            return "dependency"
+        return "depth_weights" if config.weighting().by_probability else super().taught_labels
+
     @classmethod
     def export_method(cls, config: Config) -> str:
         """The published method that the options describe, or `mixed` for parts of several."""

@@ -114,7 +114,7 @@ class Drafter(ChainDrafter):
             self.fc.weight[:, hidden:].mul_(0.3).diagonal().add_(1.0)
         if self.config.from_target_layer >= 0:
             wanted = base.layer_weights(self._layer, "self_attn", "mlp", "post_attention_layernorm")
-            self.copy_layer(weights, self.config.from_target_layer, wanted)
+            self.copy_layer(weights, self.config.from_target_layer, self.attention, wanted)
 
     # The network, as `Chain` runs it
 

@@ -120,7 +120,7 @@ class Drafter(TapDrafter, ChainDrafter):
             for name in ("q_proj", "k_proj", "v_proj"):
                 wanted[f"self_attn.{name}"] = wanted[f"self_attn.{name}"][:, hidden:]
             wanted["input_layernorm"] = layer.hidden_norm.weight
-            self.copy_layer(weights, self.config.from_target_layer, wanted)
+            self.copy_layer(weights, self.config.from_target_layer, layer.self_attn, wanted)
 
     # The network, as `Chain` runs it
 

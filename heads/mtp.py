@@ -117,7 +117,8 @@ class Drafter(DepthDrafter):
             if self.config.from_target_layer >= 0:
                 parts = "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
                 wanted = base.layer_weights(block.layer, *parts)
-                self.copy_layer(weights, self.config.from_target_layer, wanted)
+                number = self.config.from_target_layer
+                self.copy_layer(weights, number, block.attention, wanted)
 
     # The shared block, as `Chain` runs it
 

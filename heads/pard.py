@@ -29,7 +29,7 @@ from heads.api.config import DepthFromTwo, Fraction, OptionalToken, UnitInterval
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from heads.api.target_info import TargetInfo
+from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn import attention
 from heads.nn.attention import in_chunks, masked_attention, sequence_attention
 from heads.nn.distillation import ObjectiveConfig, Predictions, distillation_loss
@@ -88,6 +88,17 @@ class Drafter(SmallLM):
         """Take the rarest token as mask, unless one was given."""
         if self.config.pard_token < 0:
             self.pard_token.fill_(counts.shape[0] - 1 - int(counts.flip(0).argmin()))
+
+    def initialise(self, weights: TargetWeights, generator: torch.Generator) -> None:
+        """See `SmallLM`. Raises `UserError` for another mask than that of the PARD drafter that it
+        starts from."""
+        super().initialise(weights, generator)
+        given, trained = self.config.pard_token, int(self.pard_token)
+        if given not in (-1, trained):
+            raise UserError(
+                f"head.pard_token is {given}, but the drafter in head.from_model was trained with "
+                f"the mask {trained}. Leave head.pard_token out, or give {trained}."
+            )
 
     # Training
 

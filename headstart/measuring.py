@@ -40,7 +40,8 @@ def measure(
     """Decode `prompts` with every drafter and without one, and return the report: tau, acceptance,
     speed with intervals, and whether every text equals the target's own.
 
-    target: a Hub id, a folder, a `TargetConfig`, or a loaded target (also that of an `Engine`).
+    target: a Hub id or a folder (loaded in bfloat16 on a GPU, in float32 on a CPU), a
+    `TargetConfig`, or a loaded target (also that of an `Engine`).
     drafters: checkpoint folders, names on the Hub, or head configs that need no training
     ("ngram"); a mapping gives them names. prompts: a list of texts, conversations or token ids, or
     a .jsonl file or folder of them. One prompt warms up and all others are measured, unless
@@ -91,7 +92,7 @@ def load_target(given: str | Path | TargetConfig | TargetModel | Engine) -> Targ
         return given.target
     if isinstance(given, TargetModel):
         return given
-    return TargetModel.load(given if isinstance(given, TargetConfig) else TargetConfig(str(given)))
+    return TargetModel.load(given if isinstance(given, TargetConfig) else TargetConfig.named(given))
 
 
 def find(given: Drafters) -> dict[str, Found]:

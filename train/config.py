@@ -118,6 +118,12 @@ class TrainConfig:
             raise UserError(
                 f"train.epochs must be above 0 when train.max_steps is 0; given: {self.epochs}."
             )
+        if self.context_weight and self.on_policy.share:
+            raise UserError(
+                f"train.context_weight={self.context_weight:g} supervises prompts too, and "
+                f"train.on_policy.share={self.on_policy.share:g} would let the drafter continue "
+                "those in place of answers. Set one of the two to 0."
+            )
 
     def steps(self, per_epoch: int) -> int:
         """The total number of updates, if one pass over the data takes `per_epoch`."""
@@ -221,7 +227,7 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
         "schedule": asdict(job.schedule),
         "train": train | {"steps": steps, "on_policy": asdict(config.on_policy)},
     }
-    if config.refresh.adapter:
+    if config.refresh.init_from:
         facts["base"] = checkpoint_hash(config.refresh.init_from)
     if reference := getattr(job.head, "reference", ""):
         facts["reference"] = checkpoint_hash(reference)
@@ -233,8 +239,13 @@ def run_facts(job: TrainingJob, target: TargetInfo, steps: int) -> RunFacts:
 
 def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
     """Raise `UserError` for a state of another training; warn of other settings that changed."""
-    names = dict.fromkeys([*facts, *MUST_MATCH])
-    pairs = {name: (snapshot.run.get(name), facts.get(name)) for name in names}
+    earlier, own = dict(snapshot.run), dict(facts)
+    if "base" in earlier:  # the start is the same wherever it lies
+        earlier["head"], own["head"] = map(_without_start, (snapshot.run, facts))
+    else:  # states of earlier versions name it by its path alone
+        own.pop("base", None)
+    names = dict.fromkeys([*own, *MUST_MATCH])
+    pairs = {name: (earlier.get(name), own.get(name)) for name in names}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     refused = [
         f"{name} was {changed[name][0]}, is {changed[name][1]}"
@@ -252,3 +263,10 @@ def require_same(snapshot: Snapshot, facts: RunFacts) -> None:
         )
     for name, pair in changed.items():
         logger.warning("continuing although '%s' has changed: it was %s, is %s", name, *pair)
+
+
+def _without_start(facts: RunFacts) -> dict[str, Any]:
+    """A run's `head` without the path of the checkpoint that it starts from."""
+    head: dict[str, Any] = facts.get("head", {})
+    refresh = {**head.get("refresh", {}), "init_from": ""}
+    return {**head, "refresh": refresh}

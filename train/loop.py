@@ -47,21 +47,24 @@ class Evaluation:
 
 Evaluate = Callable[[dict[str, Tensor]], Evaluation]
 """Measures the drafter with these weights (float32, CPU). Called in the main process only."""
-KeepBest = Callable[[dict[str, Tensor]], None]
-"""Writes these weights as the best checkpoint. Called in the main process only."""
+KeepBest = Callable[[dict[str, Tensor]], str]
+"""Writes these weights as the best checkpoint and returns its hash. Called in the main process
+only."""
 
 
 @dataclass
 class Progress:
     """The state of a run besides weights and random generators. tau, tau_ci95, best_step: of the
-    best evaluation (tau is None before the first); stale: evaluations since then; log_bytes: length
-    of log.jsonl; spent: time by part and other costs up to the last saved state (see
-    `train.tracking.meter`); averaged: how often weights entered the running mean."""
+    best evaluation (tau is None before the first); best_sha256: of the weights that it kept; stale:
+    evaluations since then; log_bytes: length of log.jsonl; spent: time by part and other costs up
+    to the last saved state (see `train.tracking.meter`); averaged: how often weights entered the
+    running mean."""
 
     step: int = 0
     tau: float | None = None
     tau_ci95: tuple[float, float] = (0.0, 0.0)
     best_step: int = 0
+    best_sha256: str = ""
     evaluated_step: int = 0
     stale: int = 0
     seconds: float = 0.0
@@ -150,7 +153,8 @@ class Trainer:
                 reason = self.stop_reason()
                 if reason:
                     break
-            if self.evaluate is not None and progress.evaluated_step != progress.step:
+            unmeasured = progress.tau is None or progress.evaluated_step != progress.step
+            if self.evaluate is not None and unmeasured:
                 self.measure()
             self.save()
             self.add_energy()
@@ -332,7 +336,7 @@ class Trainer:
             progress.best_step, progress.stale = progress.step, 0
             with self.clock.part("saving"), self.main_alone():
                 if self.world.is_main:
-                    self.keep_best(weights)
+                    progress.best_sha256 = self.keep_best(weights)
         else:
             progress.stale += 1
         if found is not None:

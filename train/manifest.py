@@ -27,7 +27,8 @@ class TargetFacts(TypedDict):
 
 class RunFacts(TypedDict):
     """The facts that identify a training; they are compared when it continues. data: SHA-256 of the
-    answers' manifest; base: SHA-256 of the weights of an adapter's base."""
+    answers' manifest; base: SHA-256 of the weights that it starts from, which are those of an
+    adapter's base."""
 
     kind: str
     head: Settings

@@ -192,11 +192,11 @@ def require_possible(drafter: TrainableDrafter, engine: EngineConfig) -> None:
             "mistakes. Set train.on_policy.share=0, or give head an objective that compares "
             "distributions."
         )
-    labels = drafter.label_weight
-    if labels and getattr(drafter.config, labels) > 0:
+    if labels := drafter.taught_labels:
         raise UserError(
             f"train.on_policy.share is above 0, but head.{labels} takes tokens as labels, and "
-            f"these would be the drafter's own. Set head.{labels}=0 or train.on_policy.share=0."
+            f"these would be the drafter's own. Change head.{labels} (a weight to 0), or set "
+            "train.on_policy.share=0."
         )
     if engine.name == "deepspeed" and engine.zero_stage == 3:
         raise UserError(

@@ -21,7 +21,7 @@ from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
 from inference.folders import CHECKPOINT, replace_part, restore
 from inference.integrity import CHECKED
-from inference.manifest import file_entry, write_manifest
+from inference.manifest import checkpoint_hash, file_entry, write_manifest
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
@@ -120,6 +120,7 @@ class Run:
             average.restore(snapshot.average() if world.is_main else {}, progress.averaged)
         if world.is_main:
             restore(job.out / BEST)
+        self.forget_replaced_best(progress)
         title = f"training {job.kind}"
         with Display(title, self.steps, progress.step, active=world.is_main) as display:
             self.introduce(display, progress)
@@ -147,6 +148,20 @@ class Run:
             write_manifest(job.out, "train", self.manifest(progress, reason), provenance)
         world.wait()
         return read_training(job.out)
+
+    def forget_replaced_best(self, progress: Progress) -> None:
+        """Count the best tau as not measured if best/ holds other weights, as those of a session
+        that was killed before it saved its state. Collective."""
+        known = progress.best_sha256  # "" in states of earlier versions
+        own = known if not self.world.is_main else checkpoint_hash(self.job.out / BEST)
+        if self.world.from_main([float(bool(known) and own != known)])[0]:
+            if self.world.is_main:
+                logger.warning(
+                    "'%s' does not hold the weights of step %d, whose tau was the best up to the "
+                    "state that is continued; the next measurement replaces them",
+                    *(self.job.out / BEST, progress.best_step),
+                )
+            progress.tau, progress.tau_ci95, progress.best_step = None, (0.0, 0.0), 0
 
     def conclude(self, progress: Progress, reason: str, display: Display) -> None:
         self.meter.finish()
@@ -236,6 +251,7 @@ class Run:
         ):
             given = {"peak_tflops": config.peak_tflops, "clock": clock, "begun": self.begun}
             device, dtype = self.world.device, job.engine.dtype
+            given["processes"] = self.world.size + self.world.helpers
             self.meter = Meter(device, dtype, progress.spent, main=main, **given)
             reason = Trainer(
                 engine=engine,
@@ -302,10 +318,11 @@ class Run:
         prompt, text = decode(list(answer.request.tokens)), decode(answer.tokens)
         return Transcript(prompt, text, len(answer.tokens), answer.tau)
 
-    def keep_best(self, weights: dict[str, Tensor]) -> None:
-        """Replace <out>/best as a whole by a checkpoint with these weights."""
+    def keep_best(self, weights: dict[str, Tensor]) -> str:
+        """Replace <out>/best as a whole by a checkpoint with these weights; returns its hash."""
         with replace_part(self.job.out / BEST, CHECKPOINT) as fresh:
             self.write_checkpoint(weights, fresh)
+        return checkpoint_hash(self.job.out / BEST)
 
     def write_checkpoint(self, weights: dict[str, Tensor], folder: Path) -> None:
         drafter, refresh = self.serving(weights), self.job.config.refresh

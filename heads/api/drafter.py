@@ -222,8 +222,7 @@ class TrainableDrafter(nn.Module):
     """False for kinds that hold weights but train none (cascades, through their parts)."""
     label_weight: ClassVar[str] = ""
     """The key of `Config` that weighs the tokens of a batch as labels, besides the target's
-    distribution; empty: none does. If its value is above 0, on-policy training is refused, because
-    the tokens may be the drafter's own."""
+    distribution; empty: none does."""
     additions: ClassVar[tuple[str, ...]] = ()
     """Patterns of the names of weights that a kind has only in some of its configurations: a
     training may start from a checkpoint that lacks them, or has others
@@ -253,6 +252,14 @@ class TrainableDrafter(nn.Module):
     def works_untrained(cls, config: Any) -> bool:
         """Whether it drafts without any training (it consists of the target's own parts)."""
         return False
+
+    @property
+    def taught_labels(self) -> str:
+        """The key of `Config` by which the loss takes the tokens of a batch as labels, besides
+        the target's distribution; empty: none does. With one, on-policy training is refused,
+        because the tokens may be the drafter's own."""
+        key = self.label_weight
+        return key if key and getattr(self.config, key) > 0 else ""
 
     @classmethod
     def export_method(cls, config: Any) -> str:

@@ -27,6 +27,7 @@ from inference.decoding.clock import StepClock
 from inference.decoding.config import DecodeConfig
 from inference.decoding.execution.accelerator import Pending
 from inference.decoding.execution.graphs import StepRunner
+from inference.decoding.placement import unwrapped
 from inference.decoding.requests import Request
 from inference.decoding.rules.names import sampling_rule
 from inference.decoding.rules.registry import get_rule
@@ -93,7 +94,8 @@ class Lanes:
         self.drafter, self.needs = drafter, needs if drafter is None else drafter.needs
         self.limits, self.lengths = adaptive_parts(target, drafter, decode, tree, self.count)
         # drafters without weights look their drafts up, or read them off the target's logits
-        self.grammars.tell(self.needs.forced, leads=isinstance(drafter, TrainableDrafter))
+        leads = any(isinstance(part, TrainableDrafter) for part in unwrapped(drafter))
+        self.grammars.tell(self.needs.forced, leads)
         limits = self.limits
         self.keeps_logits = self.details or (limits is not None and limits.wants_logits)
         noise = self.noise(self.rows.seeds, self.rows.lengths, self.own)

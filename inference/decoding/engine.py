@@ -33,7 +33,7 @@ from inference.decoding.decode_file import advice
 from inference.decoding.execution.layers import has_merged
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.pair import DrafterPair
-from inference.decoding.placement import PlacedDrafter
+from inference.decoding.placement import PlacedDrafter, unwrapped
 from inference.decoding.requests import Completion, Request, require_known_tokens
 from inference.decoding.sampling.distribution import pick_bytes
 from inference.decoding.structured.constraint import Constraint
@@ -126,6 +126,8 @@ class Engine:
         self.constraint = Constraint.read(self.decode.structure)
         self.clock = StepClock(target.device)
         self._kept = _Kept(None, self._versions)
+        self.sessions = set[BatchRun]()
+        """The runs of open sessions."""
         if isinstance(drafter, TrainableDrafter):
             drafter.eval()
 
@@ -139,7 +141,7 @@ class Engine:
         capacity: int | None = None,
         head_device: str | None = None,
     ) -> Engine:
-        """Load a target (Hub id, folder, or config) and a drafter for it.
+        """Load a target (Hub id or folder, in bfloat16 on a GPU, or a config) and a drafter for it.
 
         head: a checkpoint folder, a name on the Hub ("user/drafter", fetched once), a kind without
         weights ("ngram"), or None for plain decoding. decode: None uses the settings in
@@ -149,7 +151,7 @@ class Engine:
         for the target.
         """
         if isinstance(target, (str, Path)):
-            target = TargetConfig(path=str(target))
+            target = TargetConfig.named(target)
         model = target if isinstance(target, TargetModel) else TargetModel.load(target)
         drafter = None
         if head is not None:
@@ -345,7 +347,7 @@ class Engine:
         weights: a model, its state dict, or low-rank updates. Raises `UserError` while requests
         run, and for weights that do not fit; the target then keeps its weights.
         """
-        if self._kept.run is not None:
+        if self._kept.run is not None or any(run.unfinished for run in self.sessions):
             raise UserError(
                 "the target's weights cannot change while requests run: their caches are of the "
                 "old ones. Finish the run, or leave its loop."
@@ -477,11 +479,10 @@ class Engine:
 
         A drafter's copies of the target's weights count; weights that it shares do not.
         """
-        drafter = 0
-        if isinstance(self.drafter, TrainableDrafter):
-            shared = {parameter.data_ptr() for parameter in self.target.model.parameters()}
-            own = [*self.drafter.parameters(), *self.drafter.buffers()]
-            drafter = sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in shared)
+        shared = {parameter.data_ptr() for parameter in self.target.model.parameters()}
+        parts = [part for part in unwrapped(self.drafter) if isinstance(part, TrainableDrafter)]
+        own = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
+        drafter = sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in shared)
         weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
         return {"target": weights, "drafter": drafter, "kv": self._kept.last_bytes}
 

@@ -103,7 +103,8 @@ class DrafterPair:
         dropped, as pairs do not support adaptive draft length."""
         tree, column = first.tree, chosen[:, None]
         tokens = torch.where(column, second.tokens, first.tokens)
-        if tree.parents.shape[0] > 1 or second.tree.parents.shape[0] > 1:
+        # also static trees, and those of one row, of which each part may have its own
+        if not tree.is_chain:
             parents = torch.where(column, second.tree.parents, tree.parents)
             depth = torch.where(column, second.tree.depth, tree.depth)
             seen = torch.where(column[..., None], second.tree.ancestors, tree.ancestors)

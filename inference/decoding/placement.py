@@ -37,8 +37,10 @@ from heads.api.drafter import (
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetWeights
 from heads.api.tree import DraftShape, TokenTree
+from inference.decoding.pair import DrafterPair
 from inference.decoding.sampling.noise import Stream
 from inference.decoding.sampling.row_settings import RowNoise, RowSettings
+from inference.decoding.structured.leading import LedNoise
 from inference.target.hardware import wait_for
 from inference.target.model import TargetModel
 from inference.target.shared import head_function
@@ -153,6 +155,8 @@ class PlacedDrafter:
 
     def _keyed(self, noise: Noise) -> Any:
         """The same noise on the drafter's device. Only what changed is copied."""
+        if isinstance(noise, LedNoise):
+            return noise.moved(self._keyed(noise.noise), self._over)
         if self._noise is None or self._noise[0] is not noise:
             twin: Any = copy.copy(noise)
             self._noise = noise, twin, {}
@@ -205,6 +209,13 @@ class PlacedDrafter:
     def _synchronise(self) -> None:
         for device in (self.device, self.target_device):
             wait_for(device)
+
+
+def unwrapped(drafter: Any) -> tuple[Any, ...]:
+    """The drafters that draft for `drafter`: the parts of a pair, a placed one, or itself."""
+    if isinstance(drafter, DrafterPair):
+        return tuple(inner for part in drafter.parts for inner in unwrapped(part))
+    return unwrapped(drafter.drafter) if isinstance(drafter, PlacedDrafter) else (drafter,)
 
 
 def weights_on(target: TargetModel, device: torch.device | str) -> TargetWeights:

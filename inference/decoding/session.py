@@ -82,6 +82,7 @@ class Session:
         self._stack.enter_context(self._tools)
         self._tools.enter_context(self.engine.decoding())
         self._allocate()
+        self.engine.sessions.add(self._run)
         return self
 
     def __exit__(
@@ -90,6 +91,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.engine.sessions.discard(self._run)
         self._run.abandon()
         self._stack.close()
 

@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 
 def read_samples(text: str) -> Iterator[Sample]:
     """The samples in `text`, in order; raises `ValueError` with the number of an invalid line."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         # Line by line, as the parser's errors do not contain a line number.
         try:
             families = list(text_string_to_metric_families(line))

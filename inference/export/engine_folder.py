@@ -256,13 +256,15 @@ def read_settings(folder: Path, engine: str) -> Json:
 def given_settings(config: ExportConfig, folder: Path) -> Json:
     """The settings of `config.engine` in the file `config.settings`: a tune.json, or a
     traffic.json, which has those of several drafters. Raises `UserError` if it has none for the
-    drafter in `folder`, whose name is that of its training's folder."""
+    drafter in `folder`, whose name is that of its training's folder, or of its row if a sweep
+    (row@rate) has trained it."""
     path, name = Path(config.settings), "vllm" if config.engine == "speculators" else config.engine
     drafter = folder.parent.name if folder.name == "best" else folder.name
     engines = read_object(path, "Give a tune.json or traffic.json.").get("engines")
     own = engines if isinstance(engines, dict) else {}
-    if name not in own and isinstance(own.get(drafter), dict):
-        own = own[drafter]
+    for known_as in (drafter, drafter.partition("@")[0]):
+        if name not in own and isinstance(own.get(known_as), dict):
+            own = own[known_as]
     found = own.get(name)
     if not isinstance(found, dict):
         known = ", ".join(map(str, own)) or "nothing"

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
@@ -27,7 +27,9 @@ from heads.api.config import Depth, Seconds, config
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.decoding.arm import Arm
+from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Request
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.export.config import ExportConfig
 from inference.export.layouts import causal
 from inference.export.layouts.base import Checkpoint, Target
@@ -122,12 +124,20 @@ class Peer:
         return tokens, steps, {"prefill": first - begin, "other": end - first}
 
 
-def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]) -> list[Peer]:
-    """The peers that `config` requests, with a second copy of the target's weights.
+def make_peers(
+    config: BaselinesConfig,
+    target: TargetModel,
+    arms: Sequence[Arm],
+    requests: Sequence[Request] = (),
+) -> list[Peer]:
+    """The peers that `config` requests, with a second copy of the target's weights. requests: what
+    is measured.
 
-    Raises `UserError` above temperature 0, if the target cannot be loaded a second time, or if no
-    drafter can assist.
+    Raises `UserError` above temperature 0, for settings that other loops (vLLM's too) do not take,
+    if the target cannot be loaded a second time, or if no drafter can assist.
     """
+    if config.transformers or config.vllm_python:
+        require_plain_greedy(target, arms[0].decode, requests)
     if not config.transformers:
         return []
     if arms[0].decode.temperature > 0:
@@ -152,6 +162,25 @@ def make_peers(config: BaselinesConfig, target: TargetModel, arms: Sequence[Arm]
             peer.assistant_settings = ASSISTED if mode == "assisted" else constant
         found.append(peer)
     return found
+
+
+def require_plain_greedy(
+    target: TargetModel, decode: DecodeConfig, requests: Sequence[Request]
+) -> None:
+    """Raise `UserError` for settings that change the target's text and that loops of other projects
+    are not given."""
+    off = SamplingSettings()
+    names = ("repetition_penalty", "logit_bias", "bad_words")
+    given = [f"decode.{name}" for name in names if getattr(decode, name) != getattr(off, name)]
+    given += ["decode.structure"] if decode.structure else []
+    given += ["json_schema of prompts"] if any(one.constraint for one in requests) else []
+    given += [f"target.{name}" for name in target.loading]
+    if given:
+        raise UserError(
+            "bench.baselines decode greedily with the target as its files have it; they do not "
+            f"take {', '.join(given)}, and would write another text. Leave that out, or measure "
+            "without bench.baselines.transformers and bench.baselines.vllm_python."
+        )
 
 
 ASSISTED: dict[str, object] = {
@@ -180,7 +209,11 @@ def _load_again(target: TargetModel) -> Any:
 
 
 def _load(path: str | Path, target: TargetModel, **options: Any) -> Any:
+    """A model without the sampling settings in its files, which our loops do not take either."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype, **options)
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    kept = {name: getattr(model.generation_config, name) for name in special}
+    model.generation_config = GenerationConfig(**kept)
     return model.requires_grad_(False).eval().to(target.device)
 
 

@@ -38,8 +38,9 @@ def served_loops(
     arms: Sequence[Arm],
     requests: Requests,
     warmup: Sequence[Request],
+    parts: Mapping[str, tuple[str, str]],
 ) -> dict[str, Loop]:
-    """The requested modes of vLLM."""
+    """The requested modes of vLLM. parts: the domain and the unit of every prompt, by its id."""
     loops = {}
     for mode in measure_vllm(config.baselines, target, arms, requests, warmup, config.repeats):
         records = []
@@ -48,7 +49,7 @@ def served_loops(
             # recorded as one step: tau comes from the engine's own counters
             steps = [(0, len(tokens) - 1, False)] if len(tokens) > 1 else []
             records.append(Record(mode.name, *key, tokens, steps, answer["seconds"]))
-        totals = Totals.collect([record.outcome() for record in records], 0)
+        totals = Totals.collect([record.outcome(*parts[record.prompt]) for record in records], 0)
         counted = mode.acceptance
         tau = 1.0 + divide(counted.get("accepted_tokens", 0), counted.get("drafts", 0))
         loops[mode.name] = Loop(totals, records, False, mode.version, tau)

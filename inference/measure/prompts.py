@@ -255,7 +255,9 @@ def _parse(line: str, file: Path, number: int) -> Prompt:
             f"{', '.join(given) or 'none'}."
         )
     follows = _constraint(row.get("json_schema"), where)
-    name, domain = str(row.get("id", f"{file.stem}-{number}")), str(row.get("domain") or file.stem)
+    own = row.get("id")
+    name = f"{file.stem}-{number}" if own is None else str(own)
+    domain = str(row.get("domain") or file.stem)
     if given == ["tokens"]:
         tokens = row["tokens"]
         if not tokens or not isinstance(tokens, list) or not all(map(_is_id, tokens)):

@@ -32,6 +32,7 @@ from rich.text import Text
 from heads.api.drafter import TrainableDrafter, forget, remembers
 from heads.api.errors import UserError
 from inference.audit.comparison import AuditReport, audit
+from inference.decoding.adaptive.lengths import DEFAULT_THRESHOLDS
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import measure_costs
@@ -198,6 +199,11 @@ class _Session:
     def by_id(self) -> Requests:
         return dict(zip((prompt.id for prompt in self.prompts), self.requests, strict=True))
 
+    @property
+    def parts(self) -> dict[str, tuple[str, str]]:
+        """The domain and the unit of every prompt, by its id."""
+        return {prompt.id: (prompt.domain, prompt.unit) for prompt in self.prompts}
+
     def fingerprint(self) -> str:
         """A hash of everything that the records depend on."""
         arms = []
@@ -333,9 +339,9 @@ class _Session:
 
     def totals(self, name: str, repeats: Sequence[int] = ()) -> Totals:
         """The sums of an arm over some repeats; by default those that count."""
-        facts = {prompt.id: (prompt.domain, prompt.unit) for prompt in self.prompts}
+        parts = self.parts
         records = self.records.of(name, repeats) if repeats else self.timed(name)
-        outcomes = [record.outcome(*facts[record.prompt]) for record in records]
+        outcomes = [record.outcome(*parts[record.prompt]) for record in records]
         deepest = max((p.accepted for outcome in outcomes for p in outcome.passes), default=0)
         engine = self.engines.get(name)
         return Totals.collect(outcomes, engine.tree.max_depth if engine else deepest)
@@ -385,7 +391,7 @@ class _Session:
             blocks["costs"] = schema.Costs.model_validate(curves.to_dict())
         if config.roofline:
             blocks["roofline"] = roofline(target, arms, baseline, drafters, text, lengths)
-        served = served_loops(config, target, arms, requests, self.warmup)
+        served = served_loops(config, target, arms, requests, self.warmup, self.parts)
         if self.peers or served:
             ours = {name: Loop(self.totals(name), self.timed(name)) for name in self.names}
             blocks["baselines"] = baseline_block(ours[BASELINE], {**ours, **served}, config.seed)
@@ -410,8 +416,6 @@ class _Session:
         """The draft with which an arm is measured."""
         tree, decode, more = self.engines[arm.name].tree, arm.decode, dict[str, Any]()
         rule = get_rule(decode.acceptance, tree, share_noise=decode.share_noise)
-        if decode.shape == "tree":
-            more["choices"] = [list(path) for path in decode.choices]
         if weights := arm.weights_sha256:
             more["weights_sha256"] = weights
         return schema.DraftFacts(
@@ -420,6 +424,7 @@ class _Session:
             nodes=tree.num_nodes,
             name=arm.name,
             noise=NOISE[rule.drafts],
+            **draft_details(decode),
             **more,
         )
 
@@ -466,6 +471,28 @@ class _Session:
         return found if leaks is None else found.model_copy(update={"leaks": dict(leaks)})
 
 
+def draft_details(decode: DecodeConfig) -> dict[str, Any]:
+    """The settings of `DraftFacts` beside its sizes that matter for the draft."""
+    found: dict[str, Any] = {}
+    if decode.shape == "tree":
+        found["choices"] = [list(path) for path in decode.choices]
+    if decode.shape in ("dynamic", "dartree"):
+        found["width"] = decode.width
+    if decode.shape == "dartree":
+        found |= {"candidates": decode.candidates, "depth_penalty": decode.depth_penalty}
+    own = decode.adaptive_settings()
+    if own.mode != "none":
+        found["adaptive"] = own.mode
+    if own.mode in DEFAULT_THRESHOLDS:
+        found["adaptive_threshold"] = own.threshold
+    more = {
+        "adaptive_lengths": list(own.lengths),
+        "adaptive_head": own.head,
+        "adaptive_costs": list(decode.adaptive_costs),
+    }
+    return found | {name: value for name, value in more.items() if value and own.active}
+
+
 def _prepare(
     config: BenchConfig, target: TargetModel, arms: Sequence[Arm], prompts: Sequence[Prompt]
 ) -> _Session:
@@ -496,7 +523,7 @@ def _prepare(
     engines = {BASELINE: Engine(target, None, plain, capacity=room)}
     for arm in checked:
         engines[arm.name] = Engine(target, arm.drafter, arm.decode, capacity=room)
-    peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked)}
+    peers = {peer.name: peer for peer in make_peers(config.baselines, target, checked, requests)}
     return _Session(config, target, checked, kept, requests, warmup, engines, peers)
 
 

@@ -6,7 +6,7 @@ The first turn keeps the prompt's id; the others are "<id>/2", "<id>/3", ...
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -58,6 +58,12 @@ def next_turns(prompts: Sequence[Prompt], answers: Mapping[str, str], number: in
         made = replace(prompt, id=f"{name}/{number}", messages=messages, turns=turns)
         following.append(replace(made, origin=prompt.unit))
     return following
+
+
+def is_further_turn(name: str, measured: Container[str]) -> bool:
+    """Whether a prompt's id is that of a second or later turn. measured: all ids."""
+    first, _, number = name.rpartition("/")
+    return number.isdigit() and first in measured
 
 
 def _answers(

@@ -164,19 +164,45 @@ class DraftFacts(Block):
     """"shared": drafts are ranked with shared Gumbel noise; "own": their own; "none"."""
     choices: list[list[Count]] | None = None
     """Paths of a static tree, by rank of the candidates."""
+    width: Count | None = None
+    """Of a dynamic tree or a dartree. This and the settings below are named as in `decode`, and are
+    absent where they do not matter and in reports from before version 0.1.0."""
+    candidates: Count | None = None
+    depth_penalty: float | None = None
+    """`candidates` and `depth_penalty`: of a dartree."""
+    adaptive: str | None = None
+    """How chains were stopped early. Absent: not; this holds for the settings below too."""
+    adaptive_threshold: float | None = None
+    adaptive_lengths: list[Count] | None = None
+    """The lengths that were chosen among from step to step."""
+    adaptive_head: str | None = None
+    adaptive_costs: list[float] | None = None
     weights_sha256: str | None = None
     """Hash of the measured checkpoint's weights file."""
 
     @property
     def label(self) -> str:
-        """ "chain 4" or "tree 4 (12 nodes)", the first number being the depth."""
-        return f"{self.shape} {self.depth}" + f" ({self.nodes} nodes)" * (self.shape != "chain")
+        """ "chain 4", "chain 8 (confidence 0.3)" or "tree 4 (12 nodes)", the first number being the
+        depth."""
+        sized = f" ({self.nodes} nodes)" if self.shape != "chain" else ""
+        return f"{self.shape} {self.depth}{sized}" + (f" ({self.stops})" if self.stops else "")
+
+    @property
+    def stops(self) -> str:
+        """How the length of chains was adapted; empty if it was not."""
+        words = []
+        if self.adaptive is not None:
+            given = self.adaptive_threshold
+            words.append(self.adaptive + (f" {given:g}" if given else ""))
+        if self.adaptive_lengths:
+            words.append(f"lengths {', '.join(map(str, self.adaptive_lengths))}")
+        return "; ".join(words)
 
     @property
     def words(self) -> str:
         """The draft as part of a sentence."""
         if self.shape == "chain":
-            return f"chains of {self.depth}"
+            return f"chains of {self.depth}" + (f" ({self.stops})" if self.stops else "")
         return f"trees of {self.nodes} nodes, {self.depth} deep"
 
 

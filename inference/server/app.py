@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import time
 from dataclasses import replace
@@ -25,7 +24,7 @@ from inference.server.errors import ApiError, ClientGoneError
 from inference.server.front.body import read_json
 from inference.server.front.secret import client_of
 from inference.server.protocol import CHAT, TEXT, Asked, parse
-from inference.server.service import Service
+from inference.server.service import Service, installed_version
 
 DOMAIN_HEADER = "x-headstart-domain"
 STORE_HEADER = "x-headstart-store"
@@ -61,9 +60,7 @@ def build_app(service: Service) -> FastAPI:
 
     @app.get("/version")
     async def version() -> Response:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return JSONResponse({"version": importlib.metadata.version("headstart")})
-        return JSONResponse({"version": "unknown"})
+        return JSONResponse({"version": installed_version()})
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib.metadata
 import inspect
 import logging
 import math
@@ -126,6 +127,14 @@ class Ticket:
         self.service.open.discard(self)
 
 
+def installed_version() -> str:
+    """Headstart's version; "unknown" if it is not installed as a package."""
+    try:
+        return importlib.metadata.version("headstart")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 class Service:
     """One server: its engine, limits and metrics. Call all methods except `post` on the event
     loop's thread."""
@@ -155,7 +164,7 @@ class Service:
         self.context = min(largest, info.max_position_embeddings)
         drafts = engine.drafter is not None
         self.metrics = ServerMetrics(engine.tree.max_depth, engine.clock, drafts)
-        self.metrics.info.labels(self.name, drafter, decode.shape, "1").set(1)
+        self.metrics.info.labels(self.name, drafter, decode.shape, installed_version()).set(1)
         self.metrics.rows.set(decode.batch_size)
         rule = sampling_rule(decode.rule, decode.shape)  # of requests above temperature 0
         facts = record_facts(engine, drafter, weights, rule)

@@ -23,9 +23,11 @@ import numpy as np
 from heads.api.errors import UserError, suggest
 from heads.api.reading import read_object
 from inference.decoding.draft import DraftSettings
+from inference.decoding.draft_file import DRAFT_KEYS
 from inference.decoding.rules.names import TEXT
 from inference.manifest import write_json
 from inference.measure.answers import FINAL_FILE, read_records
+from inference.measure.turns import is_further_turn
 from inference.report.model import read_report
 from inference.staleness.evidence import Bets, Grid, RatioEvidence, Sums
 
@@ -280,9 +282,15 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
             "rule match. Measure with decode.rule=match, or make a reference with "
             "watch.learn=true."
         )
+    if lengths := report.run.bench.get("contexts"):
+        raise UserError(
+            f"'{path}' was measured with bench.contexts={list(lengths)}: its prompts are behind "
+            "others, which those of a watch are not. Measure without bench.contexts, or make a "
+            "reference with watch.learn=true."
+        )
     about = {"kind": drafter.kind, "weights_sha256": weights_sha256}
     sized = drafter.draft.shape in ("dynamic", "dartree")
-    keys = ("shape", "depth", "choices", *(("nodes",) if sized else ()))
+    keys = [key for key in DRAFT_KEYS if sized or key != "nodes"]
     draft: Any = drafter.draft.model_dump(include=set(keys), exclude_unset=True)
     depth = drafter.draft.depth
     common = (report.target.to_dict(), about, draft, settings.temperature, settings.max_new_tokens)
@@ -308,10 +316,11 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
 def tallies_of(
     records: Path, arm: str, depth: int, most: int, domains: Mapping[str, str]
 ) -> dict[str, DomainAnswers]:
-    """Domain -> answers of one arm in a measurement's records; repeats of a prompt count once.
-    Empty if `domains` is empty."""
+    """Domain -> answers of one arm in a measurement's records. Repeats of a prompt count once, and
+    further turns of a conversation do not: a watch decodes first turns alone. Empty if `domains` is
+    empty."""
     found: dict[str, DomainAnswers] = {}
-    seen: set[str] = set()
+    seen = {name for name in domains if is_further_turn(name, domains)}
     for record in read_records(records):
         if record.arm == arm and record.prompt in domains and record.prompt not in seen:
             seen.add(record.prompt)

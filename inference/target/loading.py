@@ -147,6 +147,12 @@ class TargetConfig:
     tensor_parallel: bool = False
     """Split the target over torchrun's processes: see `inference.target.parallel`."""
 
+    @classmethod
+    def named(cls, path: str | Path) -> TargetConfig:
+        """The target with that Hub id or in that folder, loaded as by the command line's
+        `target=local`."""
+        return cls(path=str(path), dtype=AUTO)
+
     @property
     def dtype_name(self) -> str:
         """`dtype` without auto."""

@@ -54,7 +54,7 @@ def read_traffic(config: TrafficConfig, tokenizer: Any, context: int) -> list[Ar
         text = read_text(Path(name).expanduser(), f"Give {wanted}")
     except UserError as error:
         raise UserError(f"traffic.file: {error}") from error
-    lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
     if not lines:
         raise UserError(f"traffic.file '{name}' is empty.")
     if not text.lstrip().startswith("{"):

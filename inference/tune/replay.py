@@ -74,18 +74,22 @@ class Replay:
         while bool((root < self.length - 1).any()):
             proposal = self.drafter.propose(state, self.noise)
             picks = self._at(root[:, None] + 1 + proposal.tree.depth)
-            accepted = walk(proposal.tokens, picks, proposal.tree).accepted
+            walked = walk(proposal.tokens, picks, proposal.tree)
             left = self.length - 1 - root
             limit = None if limits is None else limits.limit(proposal, left > 0)
-            live = torch.full_like(accepted, shape.max_depth) if limit is None else limit
-            accepted = torch.minimum(accepted, live)
+            live = torch.full_like(walked.accepted, shape.max_depth) if limit is None else limit
+            accepted = torch.minimum(walked.accepted, live)
+            refused = walked.has_children & (walked.accepted < live)
             committed = torch.minimum(accepted + 1, left)
-            found = torch.stack([accepted, committed, live]).T.tolist()
+            refused = refused & (accepted < committed)  # not cut by the end of the text
+            found = torch.stack([accepted, committed, live, refused.long()]).T.tolist()
             sure = confidences(proposal) if everywhere else None
             known = [()] * len(found) if sure is None else map(tuple, sure.tolist())
-            for row, ((kept, count, deepest), each) in enumerate(zip(found, known, strict=True)):
+            for row, ((kept, count, deepest, no), each) in enumerate(
+                zip(found, known, strict=True)
+            ):
                 if count > 0:
-                    record = PassRecord(min(kept, count), count, kept < count, live=deepest)
+                    record = PassRecord(min(kept, count), count, bool(no), live=deepest)
                     passes[row].append(replace(record, confidence=each))
             if everywhere:
                 committed = torch.ones_like(committed)

@@ -237,7 +237,8 @@ def survey(
     config: TuneConfig, target: TargetModel, drafter: Any, task: Task, decode: DecodeConfig
 ) -> Survey:
     """The passes of every draft on all prompts, at `decode.temperature`, under the rule that
-    `decode.rule` selects for the draft's shape.
+    `decode.rule` selects for the draft's shape. Every draft decodes if answers follow a grammar,
+    which leads drafts, or if drafts are not drawn with the target's noise.
 
     Raises `UserError` for a drafter that learns from rejected nodes, which only decoding provides.
     """
@@ -259,13 +260,15 @@ def survey(
     drafts, refused = grid(config, target, drafter, accuracy)
     replay = Replay(target, drafter, texts, decode.temperature)
     passes: dict[Draft, Sequence[Sequence[PassRecord]]] = {NONE: [done.passes for done in texts]}
+    free = not any(done.request.constraint for done in texts)
+    known = free and (decode.share_noise or decode.temperature == 0)
     with packed_linears(drafter):
         for draft in drafts[1:]:
-            if promise(draft.on(decode).acceptance, decode.temperature) == TEXT:
+            if known and promise(draft.on(decode).acceptance, decode.temperature) == TEXT:
                 passes[draft] = replayed(replay, draft, decode)
             else:
                 passes[draft] = decoded(target, drafter, draft, requests, plain)
-        stoppable = decode.temperature == 0 and method_of(drafter) in STOPPABLE
+        stoppable = known and decode.temperature == 0 and method_of(drafter) in STOPPABLE
         everywhere = {
             draft: replay.passes(draft.tree(decode, target.device), everywhere=True)
             for draft in drafts

@@ -127,7 +127,7 @@ def keys(stage: Stage, words: list[str], word: str) -> Iterator[str]:
     end = "" if mark == "~" else "="
     if "." not in word:
         chosen = [name for name in OPTION_GROUPS if name in (*stage.groups, *RECIPE_GROUPS)]
-        yield from (f"{mark}{name}{end}" for name in chosen)
+        yield from (f"{mark}{name}{end}" for name in (*chosen, *dict(stage.short)))
         yield from (f"{mark}{name}." for name in stage.groups)
         yield from (f"{mark}{name}=" for name in LAUNCHING)
         return
@@ -139,6 +139,7 @@ def keys(stage: Stage, words: list[str], word: str) -> Iterator[str]:
 def values(stage: Stage, words: list[str], key: str, value: str) -> Iterable[str]:
     """Values of a key; after a comma, the next value of a list."""
     key_only = key.lstrip("+~")
+    key_only = dict(stage.short).get(key_only, key_only)
     before = value[: value.rfind(",") + 1].strip("[") if "," in value else ""
     opening = "[" if value.startswith("[") else ""
     names: Iterable[str] = ()

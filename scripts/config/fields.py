@@ -151,8 +151,8 @@ def allowed(file: Path, kind: str) -> str:
         return ""
     names = [item.id for item in ast.walk(node) if isinstance(item, ast.Name)]
     if "Literal" in names:
-        values = [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]
-        return "one of " + ", ".join(str(value) for value in values if value is not None)
+        values = listed(file, node)
+        return "one of " + ", ".join(values) if values else ""
     found = [name for name in names if name in bounds.BOUNDED]
     marks = [
         getattr(annotated_types, ast.unparse(item.func))(ast.literal_eval(item.args[0]))
@@ -166,8 +166,25 @@ def allowed(file: Path, kind: str) -> str:
     return words.removeprefix("be ").removeprefix("lie ")
 
 
+def listed(file: Path, node: ast.expr) -> list[str]:
+    """All values of a type that is made of `Literal` and bool; empty if it has others too."""
+    found = []
+    for item in ast.walk(node):
+        if isinstance(item, ast.Constant) and item.value not in (None, ...):
+            found.append(spelt(item.value))
+        elif isinstance(item, ast.Name) and item.id == "bool":
+            found += ["true", "false"]
+        elif isinstance(item, ast.Name) and item.id not in ("Literal", "tuple"):
+            inner = type_node(file, item.id)
+            values = [] if inner is None or isinstance(inner, ast.Name) else listed(file, inner)
+            if not values:
+                return []
+            found += values
+    return found
+
+
 def type_node(file: Path, kind: str) -> ast.expr | None:
-    """The expression of a type; a name is followed to the assignment that gives it."""
+    """The expression of a type or a value; a name is followed to the assignment that gives it."""
     node = ast.parse(kind, mode="eval").body
     if not isinstance(node, ast.Name) or kind in PLAIN or kind in bounds.BOUNDED:
         return node
@@ -195,14 +212,15 @@ def class_fields(file: Path, node: ast.ClassDef) -> Iterator[Field]:
             meaning, kind = "", ast.unparse(item.annotation)
             if isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant):
                 meaning = str(follower.value.value)
-            default = "???" if item.value is None else default_text(item.value)
+            default = "???" if item.value is None else default_text(file, item.value)
             below = fields_of(file, kind) if kind.isidentifier() and kind not in PLAIN else []
             yield Field(item.target.id, default, meaning, tuple(below), allowed(file, kind))
 
 
-def default_text(node: ast.expr) -> str:
+def default_text(file: Path, node: ast.expr) -> str:
     """A default value in the spelling of the command line; a factory is named by what it makes."""
+    known = type_node(file, node.id) if isinstance(node, ast.Name) else None
     try:
-        return spelt(ast.literal_eval(node))
+        return spelt(ast.literal_eval(known or node))
     except ValueError:
         return "{}" if "default_factory=dict" in ast.unparse(node) else ast.unparse(node)

@@ -326,6 +326,7 @@ def write_settings(settings: Settings, path: Path) -> None:
         "stage": settings.stage.name,
         "choices": {key: settings.choices.get(key) for key in OPTION_GROUPS},
         "overrides": settings.arguments,
+        "changed": settings.changed,  # they count as given there too
         "values": settings.resolved,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,8 +339,10 @@ def read_settings(stage: Stage, path: Path) -> Settings:
         content = read_yaml_object(path, "Give a file that `headstart` wrote.")
     except UserError as error:
         raise UserError(f"--config: {error}") from error
-    kinds = {"values": dict, "choices": dict, "overrides": list}
+    kinds = {"values": dict, "choices": dict, "overrides": list, "changed": dict}
     fit = all(isinstance(content.get(key), kind) for key, kind in kinds.items())
     if content.get("stage") != stage.name or not fit:
         raise UserError(f"--config: '{path}' does not hold the settings of stage '{stage.name}'.")
-    return Settings(stage, content["values"], content["choices"], parse(content["overrides"]))
+    found = Settings(stage, content["values"], content["choices"], parse(content["overrides"]))
+    found.changed = content["changed"]
+    return found

@@ -21,6 +21,11 @@ if (($(grep -cvE '^[[:space:]]*(#|$)' "$hostfile") == 1)); then
 fi
 program="$(command -v headstart)"
 
+# A setting that one of the stages does not read is refused before the first one begins.
+for stage in ${STAGES:-generate train measure report}; do
+  headstart "$stage" "$@" --show >/dev/null
+done
+
 for stage in ${STAGES:-generate train measure report}; do
   case "$stage" in
     generate | train) "${launch[@]}" "$program" "$stage" "$@" ;;

@@ -14,6 +14,11 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 gpus="${GPUS:-$(nvidia-smi --list-gpus | wc -l)}"
 launch=(torchrun --standalone --nproc-per-node "$gpus" --max-restarts "${RESTARTS:-2}" --no-python)
 
+# A setting that one of the stages does not read is refused before the first one begins.
+for stage in ${STAGES:-generate train measure report}; do
+  headstart "$stage" "$@" --show >/dev/null
+done
+
 for stage in ${STAGES:-generate train measure report}; do
   case "$stage" in
     generate | train) "${launch[@]}" headstart "$stage" "$@" ;;

@@ -104,7 +104,8 @@ def checkpoints(run: RunConfig) -> dict[str, Found]:
 
 def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
     """Of drafters named row@rate, the one whose training measured the best tau, under the row's
-    name; all others unchanged. Unfinished trainings do not count."""
+    name, unless another drafter has that name; all others unchanged. Unfinished trainings do not
+    count."""
     kept: dict[str, Found] = {}
     best: dict[str, float] = {}
     for name, item in found.items():
@@ -114,7 +115,8 @@ def best_of_sweeps(found: Mapping[str, Found]) -> list[Found]:
         elif (item.folder.parent / MANIFEST_FILE).is_file():
             tau = read_training(item.folder.parent)["best"]["tau"] or 0.0
             if tau > best.get(row, -1.0):
-                best[row], kept[row] = tau, replace(item, name=row)
+                best[row] = tau
+                kept[f"{row}{SWEPT}"] = item if row in found else replace(item, name=row)
     return list(kept.values())
 
 
@@ -134,6 +136,14 @@ def at(folder: Path) -> Found:
     whole = Path(os.path.abspath(checkpoint))  # noqa: PTH100 - a link has a name of its own
     kind = str(read_config(checkpoint)["kind"])
     return Found(whole.parent.name if checkpoint.name == BEST else whole.name, kind, checkpoint)
+
+
+def name_of(given: str) -> str:
+    """The name with which a drafter is measured that is given as for `find`; it may not exist
+    yet."""
+    if Path(given).is_dir():
+        return at(Path(given)).name
+    return Path(given.partition(REVISION)[0] if is_published_name(given) else given).name
 
 
 def published(name: str) -> Found:
@@ -317,7 +327,8 @@ def preferred(run: RunConfig) -> tuple[str, str]:
 
 def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
     """The drafter named by run.drafter (of a sweep's row, the best), or the only one, or
-    (`several`) every one with `all`. Raises `UserError` if the choice is ambiguous."""
+    (`several`) with `all` every one, as they are measured. Raises `UserError` if the choice is
+    ambiguous."""
     known = list_trained(run)
     if run.drafter and (own := named(run.drafter, known)) is not None:
         return [own]
@@ -328,7 +339,7 @@ def choose(run: RunConfig, *, several: bool = True) -> list[Found]:
             "run.name."
         )
     if several and run.drafter == ALL:
-        return list(known.values())
+        return best_of_sweeps(known) or list(known.values())
     if run.drafter:
         raise UserError(
             f"run.drafter: '{run.directory}' has trained no '{run.drafter}'."

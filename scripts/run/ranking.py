@@ -113,7 +113,8 @@ def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
     by = {"measure": "speedup", "train": "tau", "loop": "tau"}.get(stage.name)
     title = f"{len(records)} jobs of {stage.name}" + (f", by {by}" if valued else "")
     table = make_table(title)
-    for name in ["job", *list(dict.fromkeys(key for record in records for key in record.swept))]:
+    keys = list(dict.fromkeys(key for record in records for key in record.swept))
+    for name in ["job", *keys]:
         table.add_column(name, overflow="fold")
     numbers = ["drafter", "tau", "speedup"] if measured else ["tau"] if valued else []
     for name in numbers:
@@ -129,9 +130,8 @@ def print_ranking(stage: Stage, records: Sequence[JobRecord]) -> None:
         state = "done" if not record.status else f"failed ({record.status})"
         if record.interrupted:
             state = "interrupted"
-        table.add_row(
-            str(record.number), *record.swept.values(), *(cells[name] for name in numbers), state
-        )
+        values = (record.swept.get(key, "") for key in keys)
+        table.add_row(str(record.number), *values, *(cells[name] for name in numbers), state)
     console().print(table)
     if valued:
         say(f"best: job {ranked[0].number}; {ranked[0].reached.path}")

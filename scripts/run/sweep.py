@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from heads.api.errors import UserError, suggest
+from inference.hub.fetch import is_published_name
 from scripts.config.compose import force, hydra_of, parse, require_key, root_of
 from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
@@ -310,6 +311,8 @@ def naming_key(stage: Stage, job: Sequence[str], named: Sequence[str]) -> str:
                 f"a sweep of `{stage.name}` over {', '.join(named)} gives every job a run of its "
                 f"own, where it finds no input. Name it: {' or '.join(inputs)}=[<folder>]."
             )
+        if named and stage.name == "refresh":
+            require_drafter_elsewhere(load_settings(stage, job).refresh.drafter)
         return "run.name"
     if stage.name == "loop":
         loop = load_settings(stage, job).loop
@@ -317,6 +320,16 @@ def naming_key(stage: Stage, job: Sequence[str], named: Sequence[str]) -> str:
         shared = any(key in ANSWERING or key.split(".")[0] in ANSWERING for key in named)
         return "run.name" if loop.recipes or loop.sweep or shared else "run.drafter"
     return "run.drafter" if stage.name in TRAINED else ""
+
+
+def require_drafter_elsewhere(given: str) -> None:
+    """Raise `UserError` unless the drafter to refresh is one that every job finds in a run of its
+    own."""
+    if given and not Path(given).is_dir() and not is_published_name(given):
+        raise UserError(
+            "a sweep of `refresh` gives every job a run of its own, which has no drafter "
+            f"'{given}'. Give its folder: refresh.drafter=<run>/train/{given}."
+        )
 
 
 def require_own_places(jobs: Sequence[Settings]) -> None:

@@ -28,6 +28,8 @@ from train.config import TrainingJob
 from train.data.answers import held_out_prompts
 from train.run import train
 
+WEIGHTS = "*.safetensors"
+
 
 def run(settings: Settings) -> None:
     """Train, continuing an interrupted folder; a complete one is left unchanged."""
@@ -49,14 +51,17 @@ def is_complete(settings: Settings) -> bool:
 
 
 def inputs_of(settings: Settings, job: TrainingJob) -> list[Path]:
-    """The input files of the training: the answers, the weights that it starts from, and the
-    prompts that tau is measured on."""
+    """The input files of the training: the answers, the weights that it starts from or learns
+    beside, and the prompts that tau is measured on."""
     start, base = job.config.refresh, weights_file(Path(job.config.refresh.init_from))
     begins = [base] if start.init_from and base.is_file() else []
     # a manifest among the inputs stands for a folder of answers (`drafters.answers_of`)
     prompts = [file for file in prompt_files(*job.config.prompts) if file.name != MANIFEST_FILE]
     former = [job.data / MANIFEST_FILE, *(begins if start.adapter else [])]
-    return with_later(settings, job.out, former, [*begins, *prompts])
+    # a model's weights may be in several files
+    folders = [getattr(job.head, name, "") for name in ("from_model", "reference")]
+    sources = [file for each in folders if each for file in sorted(Path(each).glob(WEIGHTS))]
+    return with_later(settings, job.out, former, [*begins, *sources, *prompts])
 
 
 def job_of(settings: Settings) -> TrainingJob:
@@ -101,5 +106,5 @@ def summary(manifest: Mapping[str, Any], out: Path) -> str:
         f"{line}\nThe drafter belongs to a NEW target: {target}. It has moved from the original by "
         f"KL {drift['kl']:.4f} per token; {drift['agreement']:.1%} of tokens and "
         f"{drift['identical']:.1%} of greedy answers are as before. Measure with target.path set "
-        "to it."
+        "to it, and the same target=<option>."
     )

@@ -3,12 +3,15 @@
     python -m scripts.tools.search_layers --evaluations 60 --out outputs/layers
     python -m scripts.tools.search_layers --domain code --sublayers
     python -m scripts.tools.search_layers --kind distilled   # where a distilled one starts
+    HEADSTART_CONF=outputs/layers headstart measure measure.kinds=[early_exit_layers]
 
 Sets of layers are tried by decoding (`inference.tune.layer_search`). The search begins with the
 sets that remain when whole layers are removed one after another (`inference.tune.elimination`). The
 best set by tau / (1 + gamma c), with c the share of the target's weights that a drafted token reads
-(or the best by tau within a largest c), is written as a head config for `head=` or `measure.heads`,
-with a report of every trial. The result is judged on prompts other than those of the search.
+(or the best by tau within a largest c), is written as an option of the group `head`,
+<out>/head/<kind>_layers.yaml, with a report of every trial. The result is judged on prompts other
+than those of the search; both are prompts for validation unless others are given, so that a
+measurement has prompts that the search has not seen.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from inference.tune.layer_search import (
     parts_of,
     search_layers,
 )
-from scripts.tools.common import PROMPTS, TARGET, command
+from scripts.tools.common import TARGET, VALIDATION, command
 from scripts.tools.recording import split_prompts
 
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}
@@ -50,11 +53,12 @@ SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "fro
 
 
 def report(given: argparse.Namespace) -> None:
-    """Search, write <kind>_layers.yaml, a head config like those of conf/head/, and report.json."""
+    """Search, write head/<kind>_layers.yaml and report.json, and print the report."""
     content = {**search(given), "command": given.command}
     lines = [f"# SearchResult by: {given.command}", f"kind: {given.kind}"]
     lines += [f"{name}: {value}" for name, value in content["head"].items() if value]
-    write_bytes(given.out / f"{given.kind}_layers.yaml", ("\n".join(lines) + "\n").encode())
+    file = given.out / "head" / f"{given.kind}_layers.yaml"
+    write_bytes(file, ("\n".join(lines) + "\n").encode())
     write_json(given.out / "report.json", content)
     shown = {key: value for key, value in content.items() if key != "trials"}
     print(json.dumps(shown, indent=2))
@@ -179,7 +183,7 @@ main = command(
     dtype="float32",
     device="auto",
     kind={"default": "early_exit", "choices": sorted(SETTING)},
-    prompts=PROMPTS,
+    prompts=VALIDATION,
     domain={"help": "search for one domain's prompts alone"},
     per_domain=(4, "prompts per domain to search on"),
     held_out=(4, "other prompts per domain to judge the result on"),
@@ -191,7 +195,7 @@ main = command(
     most_cost=(1.0, "largest share of the target's weights per drafted token"),
     sublayers=(False, "leave out attention and MLP separately"),
     seed=0,
-    out=(Path("outputs") / "layers", "folder of head config and report"),
+    out=(Path("outputs") / "layers", "folder for HEADSTART_CONF"),
 )
 
 if __name__ == "__main__":

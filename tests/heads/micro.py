@@ -6,6 +6,8 @@ Legend: B rows, T positions, H hidden, V vocabulary, n taps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +31,16 @@ class MicroTarget:
     dtype: torch.dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    @contextmanager
+    def last_state(self) -> Iterator[list[Tensor]]:
+        """Collect the input of the final norm: the state [1, T, H] after the last layer."""
+        found: list[Tensor] = []
+        hook = self.model.model.norm.register_forward_pre_hook(
+            lambda _, given: found.append(*given)
+        )
+        with hook:
+            yield found
+
     @torch.no_grad()
     def features(
         self, tokens: Tensor, positions: Tensor, segments: Tensor, needs: FeatureSpec
@@ -40,9 +52,14 @@ class MicroTarget:
         for row in range(batch):
             for segment in sorted(set(segments[row].tolist()) - {0}):
                 at = (segments[row] == segment).nonzero().squeeze(1)
-                out = self.model.model(input_ids=tokens[row, at][None], output_hidden_states=True)
+                with self.last_state() as last_state:
+                    out = self.model.model(
+                        input_ids=tokens[row, at][None], output_hidden_states=True
+                    )
+                # its last entry is the state after the final norm
+                states = (*out.hidden_states[:-1], *last_state)
                 for index, tap in enumerate(needs.taps):
-                    taps[row, at, index] = out.hidden_states[tap][0]
+                    taps[row, at, index] = states[tap][0]
                 last[row, at] = out.last_hidden_state[0]
         return (taps if needs.taps else None), (last if needs.last_hidden or needs.logits else None)
 

@@ -444,6 +444,7 @@ def test_training_a_cascade_says_what_to_train_instead() -> None:
         ([NGRAM, {"kind": "ngrm"}], "Did you mean 'ngram'"),
         ([NGRAM, {}], r"either \{checkpoint: FOLDER\}"),
         ([NGRAM, {"kind": "early_exit", "exit": 2}], "does not fit kind 'early_exit'"),
+        ([NGRAM, {"kind": "distilled"}], r"of kind 'distilled'.*headstart train head=distilled"),
     ],
 )
 def test_parts_that_cannot_do_what_is_asked_are_refused(
@@ -454,11 +455,11 @@ def test_parts_that_cannot_do_what_is_asked_are_refused(
 
 
 @torch.no_grad()
-def test_a_sped_up_language_model_speeds_up_another_one() -> None:
+def test_a_sped_up_language_model_speeds_up_another_one(tmp_path: Path) -> None:
     """Three levels, n-gram -> small LM -> part of the target: the last one's chain, with caches put
     back without a copy."""
     target = micro_target()
-    small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
+    small = saved(target, "distilled", tmp_path, from_target_layers=(0, 1, 2))
     inner = {"kind": "cascade", "parts": [NGRAM, small], "proposed": 2, "rounds": 2}
     alone = new_drafter(
         "early_exit", get_kind("early_exit").config_class(), target.info, target.weights, 0
@@ -479,11 +480,11 @@ def test_a_sped_up_language_model_speeds_up_another_one() -> None:
 
 
 @torch.no_grad()
-def test_caches_that_are_not_copied_still_draft_the_same_afterwards() -> None:
+def test_caches_that_are_not_copied_still_draft_the_same_afterwards(tmp_path: Path) -> None:
     """`behind_root`: after a draft the small model must propose what it would have proposed
     before."""
     target = micro_target()
-    small = {"kind": "distilled", "from_target_layers": [0, 1, 2]}
+    small = saved(target, "distilled", tmp_path, from_target_layers=(0, 1, 2))
     drafter = cascade(target, small, EARLY, rounds=3, proposed=2)
     state = drafter.start(
         seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), TokenTree.chain(6), 32

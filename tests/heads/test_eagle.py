@@ -191,15 +191,20 @@ def test_layer_starts_from_one_of_the_target(target: MicroTarget) -> None:
 
 
 def test_a_layer_that_is_not_llamas_is_not_copied(target: MicroTarget) -> None:
-    """Although names and shapes fit: norms of another place, norms that add one to their weight."""
+    """Although names and shapes fit: norms of another place, a window, another family."""
     state = dict(target.weights.state)
     state["model.layers.2.post_feedforward_layernorm.weight"] = torch.ones(16)
-    other = (replace(target.weights, state=state), replace(target.weights, norm_offset=1.0))
-    for weights, reason in zip(
-        other, ("it has model.layers.2.post_f", "norms add one"), strict=True
+    normed = replace(target.weights, state=state)
+    windowed = replace(target.weights, windows=(0, 0, 6, 0, 0))
+    gemma = replace(target.info, model_type="gemma")
+    for info, weights, reason in (
+        (target.info, normed, "it has model.layers.2.post_f"),
+        (target.info, windowed, "the latest 6 positions"),
+        (gemma, target.weights, "only layers of llama, "),
     ):
         with pytest.raises(UserError, match=f"computes something else .*{reason}"):
-            new_drafter("eagle", Config(from_target_layer=2), target.info, weights, seed=0)
+            new_drafter("eagle", Config(from_target_layer=2), info, weights, seed=0)
+    new_drafter("eagle", Config(from_target_layer=1), target.info, windowed, seed=0)
 
 
 def test_the_feature_is_learnt(target: MicroTarget) -> None:

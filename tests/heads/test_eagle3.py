@@ -4,6 +4,7 @@ vocabulary."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
 from heads.api.state import write_rows
 from heads.api.tree import TokenTree
@@ -33,6 +35,7 @@ from tests.heads.explicit import (
     rms,
 )
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.models import random_target
 
 VARIANTS = [
     {},
@@ -374,6 +377,35 @@ def test_layer_starts_from_one_of_the_target(target: MicroTarget) -> None:
     config = Config(from_target_layer=1, intermediate_size=20)
     with pytest.raises(UserError, match=r"mlp.gate_proj.weight of shape \[20, 16\]"):
         new_drafter("eagle3", config, target.info, target.weights, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_heads_of_a_copied_layer_have_the_targets_sizes(kind: str) -> None:
+    """The target's norms of queries and keys: in a drafter without these, and copied."""
+    target = random_target("qwen3", dtype=torch.float32)
+    norms = [target.weights.state[f"model.layers.1.self_attn.{name}_norm.weight"] for name in "qk"]
+    for norm in norms:
+        norm.fill_(4.0)
+
+    def attention(**settings: Any) -> Attention:
+        config = get_kind(kind).config_class(from_target_layer=1, **settings)
+        drafter = new_drafter(kind, config, target.info, target.weights, seed=0)
+        return next(part for part in drafter.modules() if isinstance(part, Attention))
+
+    hidden, found = target.info.hidden_size, attention()
+    states = F.normalize(torch.randn(200, hidden, generator=torch.Generator().manual_seed(1)))
+    for projection in (found.q_proj, found.k_proj):
+        heads = states * hidden**0.5 @ projection.weight[:, -hidden:].T
+        assert float(heads.square().mean().sqrt()) == pytest.approx(4.0, rel=0.1)
+    if kind == "eagle3":
+        copied = attention(qk_norm=True)
+        assert torch.equal(copied.q_norm.weight, norms[0])
+        assert torch.equal(copied.k_norm.weight, norms[1])
+
+
+def test_the_last_tap_is_the_state_before_the_final_norm(target: MicroTarget) -> None:
+    batch = packed_batch(target, FeatureSpec((5,), last_hidden=True), [[[5, 9, 3, 22]]])
+    torch.testing.assert_close(target.model.model.norm(batch.taps[:, :, 0]), batch.last_hidden)
 
 
 def test_taps_that_do_not_exist_are_refused(target: MicroTarget) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
+from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.distilled import Config as DistilledConfig
 from heads.nn import losses
@@ -192,7 +193,11 @@ def test_the_rarest_token_is_the_mask(target: MicroTarget, tmp_path: Path) -> No
     drafter = make(target, counts)
     save_drafter(drafter, tmp_path, target.info)
     assert int(load_drafter(tmp_path, target.info, target.weights).pard_token) == 12
-    assert int(make(target, torch.arange(41), from_model=str(tmp_path)).pard_token) == 12
+    for given in (-1, 12):
+        again = make(target, torch.arange(41), from_model=str(tmp_path), pard_token=given)
+        assert int(again.pard_token) == 12
+    with pytest.raises(UserError, match=r"head\.pard_token is 33, .* trained with the mask 12"):
+        make(target, from_model=str(tmp_path), pard_token=33)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -23,11 +24,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads.api.checkpoint import load_drafter, new_drafter, read_config, save_drafter
 from heads.api.errors import UserError
+from heads.api.registry import get_kind
 from heads.api.target_info import Rotary
 from heads.api.tree import TokenTree
 from heads.distilled import Config, Drafter
 from heads.nn.small_lm.config import scaled_frequencies
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.models import random_target
 
 DOCUMENTS = [
     [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
@@ -156,6 +159,7 @@ def as_target(target: MicroTarget, model: Any, rotary: bool = True) -> MicroTarg
 FAMILIES = {
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "llama": lambda: LlamaConfig(**SIZES, rope_parameters={"rope_theta": 500000.0, **SCALING}),
 }
 
@@ -176,6 +180,32 @@ def test_all_layers_of_a_target_of_any_family_are_the_target(
     if family == "llama":
         without = make(as_target(target, theirs.model, rotary=False), from_target_layers=(0, 1))
         assert (slow(without, theirs, document) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        *((each, "only layers of llama") for each in ("granite", "smollm3", "ernie4_5", "helium")),
+        *((each, "the latest 9 positions") for each in ("mistral", "qwen2")),
+    ],
+)
+def test_layers_that_compute_something_else_are_not_copied(family: str, reason: str) -> None:
+    """Their names and shapes are Llama's, but not their multipliers, rotations or windows."""
+    target = random_target(family, dtype=torch.float32)
+    last = target.info.num_layers - 1
+
+    def start(kind: str, **settings: Any) -> Any:
+        config = get_kind(kind).config_class(**settings)
+        return new_drafter(kind, config, target.info, target.weights, seed=0)
+
+    with pytest.raises(UserError, match=reason):
+        start("distilled", from_target_layers=(last,))
+    with pytest.raises(UserError, match=reason):
+        start("eagle3", from_target_layer=last)
+    with pytest.raises(UserError, match=reason):
+        start("dflash", start_from="target")
+    one, other = (start("dflash", start_from=name) for name in ("auto", "random"))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_scaled_frequencies_are_those_of_transformers() -> None:
@@ -252,6 +282,26 @@ def test_a_drafter_starts_from_a_drafter(target: MicroTarget, tmp_path: Path) ->
     assert second.config.reverse_kl == 1.0
     for name, value in first.state_dict().items():
         assert torch.equal(second.state_dict()[name], value), name
+
+
+@torch.no_grad()
+def test_a_drafter_of_another_target_starts_as_it_was_there(
+    target: MicroTarget, tmp_path: Path
+) -> None:
+    """What followed its target, as sizes of 0 do, stays: rotary base and epsilon too."""
+    facts = replace(target.info, id="other", revision="r2", rope_theta=200.0, rms_norm_eps=0.5)
+    other = replace(target, info=facts)
+    first = make(target)
+    save_drafter(first, tmp_path / "fresh", target.info)
+    second = make(other, from_model=str(tmp_path / "fresh"))
+    found = slow(second, other, DOCUMENTS[0])
+    torch.testing.assert_close(found, slow(first, target, DOCUMENTS[0]), rtol=0, atol=0)
+    save_drafter(second, tmp_path / "second", other.info)
+    loaded = load_drafter(tmp_path / "second", other.info, other.weights)
+    torch.testing.assert_close(slow(loaded, other, DOCUMENTS[0]), found, rtol=0, atol=0)
+    save_drafter(make(target, from_target_layers=(1, 3)), tmp_path / "copied", target.info)
+    with pytest.raises(UserError, match="differs from 'other' in rms_norm_eps, rope_theta"):
+        make(other, from_model=str(tmp_path / "copied"))
 
 
 def test_folders_that_cannot_be_a_start_are_refused(target: MicroTarget, tmp_path: Path) -> None:

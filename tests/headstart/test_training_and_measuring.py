@@ -5,13 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headstart
+from heads.api.errors import UserError
+from headstart.measuring import load_target
 from headstart.training import compose
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
 from scripts.run.folder import read_config
 from tests.inference.tokenizers import save_micro_target
 
@@ -130,6 +137,25 @@ def test_drafters_are_measured_on_given_prompts(
     )
     assert [(one.draft.name, one.draft.depth) for one in named.drafters] == [("deep", 1)]
     assert named.settings.prompts == 2
+
+
+def test_a_target_given_as_text_is_loaded_as_by_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In bfloat16 on a GPU, for which a large target's memory is planned."""
+    asked = []
+
+    def load(config: TargetConfig) -> None:
+        asked.append(config)
+        raise UserError("asked")
+
+    monkeypatch.setattr(TargetModel, "load", load)
+    calls: list[Callable[[str], object]] = [headstart.Engine.load, load_target]
+    for call in calls:
+        with pytest.raises(UserError, match="asked"):
+            call("some/model")
+    given = ["target=local", "target.path=some/model"]
+    assert asked == 2 * [load_settings(STAGES["chat"], given).target]
 
 
 def test_what_cannot_be_measured_is_refused(made: Any) -> None:

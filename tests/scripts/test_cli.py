@@ -81,6 +81,8 @@ def test_help_follows_imports_and_names_the_keys_below_a_key(
     assert "bench.costs.repeats = 15" in text  # a default, two levels down
     assert "Timed calls per point" in text
     assert "bench.profile = " not in text
+    assert main(["plan", "--help", "plan"]) == 0
+    assert "plan.mfu = 0.35" in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +95,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["trian"], "there is no stage 'trian'. Did you mean 'train'?"),
         (["train", "head=medsua"], "head=medsua: there is no such option. Did you mean 'medusa'?"),
-        (["train", "target=Qwen/Qwen3-8B"], "For a model of your own set target.path="),
+        (["train", "target=Qwen/Qwen3-8B"], "For a model of your own: target=local target.path="),
         (["train", "optim.lrr=1"], "optim.lrr: there is no such key. Did you mean 'lr'?"),
         (["train", "+optim.lrr=1"], "optim.lrr: there is no such key. Did you mean 'lr'?"),
         (["train", "+head.x=1"], "head.x: there is no such key."),
@@ -103,6 +105,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["train", "head.kind=medsua"],
             "head.kind: there is no drafter kind 'medsua'. Did you mean 'medusa'?",
         ),
+        (["generate", "target.path=my/model"], "Write target=local target.path=my/model for a"),
+        (["measure", "target.path=my/model"], "which also chooses bench=embedded and target.dtype"),
         (["train", "target=local"], "target.path is missing. Give it as target.path=... (text)."),
         (["train", "bench.repeats=2"], "stage 'train' does not read 'bench'."),
         (["train", "head=medusa,eagle3"], "Add -m to run once per value"),

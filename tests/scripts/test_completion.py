@@ -23,6 +23,13 @@ from scripts.config.completion import complete
         ("headstart train optim.c", ["optim.clip="]),
         ("headstart train engine.name=", ["engine.name=deepspeed", "engine.name=torch"]),
         ("headstart train run.overwrite=t", ["run.overwrite=true"]),
+        (
+            "headstart train decode.compile=",
+            [f"decode.compile={x}" for x in ("auto", "false", "true")],
+        ),
+        ("headstart import import.layout=e", ["import.layout=eagle", "import.layout=eagle3"]),
+        ("headstart export engine=v", ["engine=vllm"]),
+        ("headstart export he", ["head="]),
         ("headstart train --cfg ", ["all", "hydra", "job"]),
         ("headstart train --help opt", ["optim"]),
         ("headstart train ~exp", ["~experiment"]),

@@ -223,6 +223,7 @@ def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folde
     ]
     assert drafters.find("m", RUN) == found[0]
     assert choose(RunConfig(name="x", drafter="m")) == [found[0]]
+    assert choose(RunConfig(name="x", drafter="all")) == found
     assert drafters.find("m@0.001", RUN).name == "m@0.001"
     with pytest.raises(UserError, match=r"Did you mean 'unfinished@0\.01'"):
         drafters.find("unfinished", RUN)
@@ -233,6 +234,10 @@ def test_a_sweeps_best_training_stands_for_its_row(target: TargetModel, in_folde
         write_json(RUN.directory / "measure" / REPORT_FILE, example_report(*rows))
         assert drafters.preferred(RUN)[0] == fastest
     assert drafters.find("m", RUN).checkpoint == found[0].checkpoint
+    # another drafter may have the row's name
+    train_folder(target, "m")
+    both = drafters.best_of_sweeps(drafters.list_trained(RUN))
+    assert [item.name for item in both] == ["m", "m@0.01", "other"]
 
 
 def test_a_jointly_trained_drafter_is_measured_only_by_name(

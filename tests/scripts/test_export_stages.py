@@ -10,11 +10,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from heads.api.errors import UserError
+from inference.export.hub.config import PushConfig
 from inference.manifest import file_entry, write_manifest
 from scripts.cli import main
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.run.folder import RunRecord
+from scripts.stages.publish.push import plain_name
 from scripts.stages.publish.verify_export import prompts_of
 from tests.inference.export.ground import load_target, save, save_target
 
@@ -102,6 +104,11 @@ def test_a_broken_folder_ends_with_status_one_and_names_the_fault(
     said = capsys.readouterr().out
     assert "WRONG d2t: missing" in said
     assert "WRONG files: 'model.safetensors' has changed since the export" in said
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3@0.01", "medusa-lr=0.001"])
+def test_every_drafter_has_a_name_that_the_hub_takes(name: str) -> None:
+    assert PushConfig(f"me/{plain_name(name)}").repo.startswith(f"me/{name[:6]}")
 
 
 def test_a_checkpoint_folder_needs_no_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from scripts.config.compose import CONF, parse
 from scripts.config.schema import load_settings
 from scripts.config.stages import STAGES
 from scripts.run import sweep
-from scripts.run.ranking import result_of
+from scripts.run.ranking import JobRecord, print_ranking, result_of
 from scripts.run.sweep import expand, name_job
 from tests.inference.example_report import ENTRY, example_report, merged
 from tests.scripts.loops import micro_loop
@@ -139,6 +139,8 @@ def test_jobs_whose_stage_has_one_folder_per_run_get_runs_of_their_own() -> None
     for stage, swept in (("traffic", "traffic.rows=4,8"), ("feedback", "feedback.replay=0,1")):
         with pytest.raises(UserError, match=rf"a sweep of `{stage}` over .* finds no input\. Name"):
             expand(STAGES[stage], parse([swept]))
+    with pytest.raises(UserError, match=r"no drafter 'm'\. Give its folder"):
+        expand(STAGES["refresh"], parse(["refresh.drafter=m", "optim.lr=0.1,0.2"]))
     # the answers of a loop are those of all its run's drafters
     assert last_of("loop", "data.limit=2,3")[0] == "run.name='default-limit=2'"
     assert last_of("loop", "optim.lr=0.1,0.2")[0] == "run.drafter='lr=0.1'"
@@ -199,6 +201,15 @@ def test_a_loops_job_has_the_value_of_its_own_drafter(in_folder: Path) -> None:
     ):
         settings = load_settings(STAGES["loop"], ["run.name=x", *given])
         assert result_of(settings)[0] == value
+
+
+def test_a_value_stands_below_its_own_key(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in a table of jobs that sweep different keys."""
+    swept = ({"optim.lr": "0.1", "head.depths": "4"}, {"head.depths": "8"})
+    print_ranking(STAGES["plan"], [JobRecord(n, "plan", [], one) for n, one in enumerate(swept)])
+    lines = capsys.readouterr().out.splitlines()
+    place = next(line.index("head.depths") for line in lines if "head.depths" in line)
+    assert [line[place] for line in lines if "done" in line] == ["4", "8"]
 
 
 def test_names_of_swept_drafters_can_be_given_as_they_are() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from inference.manifest import file_sha256
+from inference.manifest import file_sha256, write_json
 from scripts.config.own import SweepRow
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import STAGES
@@ -154,6 +154,16 @@ def test_a_draft_of_a_drafter_that_is_not_measured_is_refused_before_the_trainin
     plan(settings([drafts, "measure.kinds=[ngram]"], recipes=(A, B)))
     with pytest.raises(UserError, match="'ngram', which is not measured"):
         plan(settings([drafts, "measure.kinds=[]"], recipes=(A, B)))
+
+
+def test_a_checkpoint_has_the_draft_of_the_name_with_which_it_is_measured(tmp_path: Path) -> None:
+    best = tmp_path / "train" / "shipped" / "best"
+    best.mkdir(parents=True)
+    write_json(
+        best / "config.json",
+        {"kind": "medusa", "config": {}, "target": {}, "needs": {}, "format": 1},
+    )
+    plan(settings([f"measure.drafters=[{best}]", "measure.drafts.shipped.depth=2"]))
 
 
 def test_experiments_in_the_overrides_of_a_row_or_a_measurement_are_added() -> None:

@@ -21,16 +21,17 @@ from inference.measure import metrics
 from inference.measure.answers import AnswerLog, Record
 from inference.measure.metrics import Gain
 from inference.verifications import read_facts
+from scripts.cli import main
 from scripts.config.schema import Settings, load_settings, read_settings, write_settings
 from scripts.config.stages import STAGES
 from scripts.run import drafters
 from scripts.run.folder import open_folder
 from scripts.stages.loop import facts as rounds_facts
-from scripts.stages.loop import speed
+from scripts.stages.loop import speed, steps
 from scripts.stages.loop.facts import Answered, HelpedGeneration, LoopRecord, RoundRecord, Spent
 from scripts.stages.loop.plan import RoundPlan
 from scripts.stages.loop.rounds import Rounds, answers_plainly, only_switches
-from scripts.stages.loop.steps import Step
+from scripts.stages.loop.steps import Step, perform
 from scripts.stages.loop.table import compare, table
 from tests.chaos.kill_loop import kill_and_compare, timeless
 from tests.scripts.loops import micro_loop
@@ -93,6 +94,7 @@ def test_branches_are_answered_all_of_them_with_the_drafter_before(tmp_path: Pat
         (),
     )
     assert (found.data.limit, found.data.shuffle, found.data.share) == (None, False, (0, 1))
+    assert found.data.deduplicate == "none", "branches of a prompt differ in a token or two"
     assert (found.generate.drafter, found.generate.records.enabled, found.generate.round) == (
         "d",
         True,
@@ -242,6 +244,28 @@ def test_a_changed_step_reads_back_as_it_was(tmp_path: Path) -> None:
     for group in step.stage.groups:
         assert getattr(found, group) == getattr(step.settings, group)
     assert found.resolved == step.settings.resolved and found.choices == step.settings.choices
+    assert found.given("data.mixture") and found.command == step.settings.command
+
+
+def test_a_launched_training_takes_the_prompts_that_its_round_gives_it(
+    tmp_path: Path, in_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the first round holds out of its own data. A launch would import Headstart anew,
+    so the launched command runs in this process."""
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        assert command[0] == "env" and not check
+        return SimpleNamespace(returncode=main(command[2:]))
+
+    monkeypatch.setattr(steps, "subprocess", SimpleNamespace(run=run))
+    given = [item for item in micro_loop(tmp_path) if not item.startswith("train.prompts")]
+    given += ["data.reserve.validation=6", "data.reserve.bench=0"]
+    plan = RoundPlan(load_settings(STAGES["loop"], given))
+    answers = plan.generation(0, "", False, None)
+    perform("env", answers)
+    perform("env", plan.training_step(0, answers.settings.run.directory / "generate", "", False))
+    best = read_manifest(plan.training(0), "train")["best"]
+    assert best["tau"] >= 1.0
 
 
 def test_a_rounds_own_values_win_over_the_loops_changes() -> None:

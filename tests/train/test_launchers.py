@@ -273,6 +273,19 @@ def test_deepspeed_without_a_hostfile_says_so(tmp_path: Path) -> None:
     assert "does not exist" in done.stderr
 
 
+@pytest.mark.slow
+def test_a_setting_that_one_stage_does_not_read_is_refused_before_the_first(tmp_path: Path) -> None:
+    given = ["data.limit=3", f"run.root={tmp_path}"]
+    done = subprocess.run(
+        [str(LAUNCH / "torchrun.sh"), *given],
+        env={**environment(), "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "GPUS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "stage 'train' does not read 'data'" in done.stderr
+
+
 def test_the_scripts_can_be_run() -> None:
     for script in LAUNCH.iterdir():
         assert script.stat().st_mode & stat.S_IXUSR, script

@@ -34,6 +34,7 @@ from train.distributed import join_world
 from train.engines.base import EngineConfig
 from train.engines.torch_engine import TorchEngine
 from train.loop import Evaluation
+from train.on_policy import OnPolicyConfig
 from train.optim import OptimConfig
 from train.run import train
 from train.stopping import Stopped
@@ -373,6 +374,10 @@ def test_muon_where_no_process_has_whole_matrices_is_refused(
     [
         ({"eval_every": 0, "epochs": 0.0}, "train.epochs must be above 0"),
         ({"eval_every": 0, "keep": 0}, r"train\.keep must lie in \[1, \d+\]; given: 0"),
+        (
+            {"context_weight": 0.5, "on_policy": OnPolicyConfig(share=0.5)},
+            "would let the drafter continue those in place of answers",
+        ),
         ({"eval_every": -1}, r"train\.eval_every must lie in \[0, \d+\]; given: -1"),
     ],
 )

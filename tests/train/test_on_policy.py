@@ -16,13 +16,14 @@ from heads.api.checkpoint import new_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
+from heads.dflash import Config as DFlashConfig
 from tests.heads.micro import MicroTarget, micro_target
 from tests.train.micro_run import settings
 from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import OnlineFeatures
 from train.loop import Trainer
-from train.on_policy import OnPolicyConfig, OnPolicyFeatures, plan_cuts
+from train.on_policy import OnPolicyConfig, OnPolicyFeatures, plan_cuts, require_possible
 from train.run import train
 from train.stopping import Stopped
 from train.tracking.tracker import LOG_FILE, read_log
@@ -355,6 +356,16 @@ def test_what_cannot_be_is_refused(target: MicroTarget) -> None:
         rewriting(target, make(target, forward_kl=0.0, ce=1.0))
     with pytest.raises(UserError, match=r"head\.ce takes tokens as labels"):
         rewriting(target, make(target, ce=0.1))
+    for values, named in (
+        ({"ce": 0.1}, "ce"),
+        ({"dependency": "selector", "dependency_rank": 4}, "dependency"),
+        ({"dependency": "lilicorr", "dependency_rank": 4}, "dependency"),
+        ({"depth_weights": "d_pace"}, "depth_weights"),
+    ):
+        block = get_kind("dflash").drafter_class(DFlashConfig(**values), target.info)
+        with pytest.raises(UserError, match=rf"head\.{named} takes tokens as labels"):
+            require_possible(block, EngineConfig())
+    require_possible(get_kind("dflash").drafter_class(DFlashConfig(), target.info), EngineConfig())
     drafter = make(target)
     plain = OnlineFeatures(target, drafter.needs)
     with pytest.raises(UserError, match="zero_stage=3"):

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from heads.api.target_info import TargetInfo
 from inference.manifest import partial_of, read_manifest, write_manifest
 from train.data import packed_file
 from train.data.answers import PartWriter, StoredAnswer, merge_parts
-from train.data.pack import PackedData
+from train.data.pack import PackedData, token_counts
 from train.data.packed_file import best_fit
 
 INFO = TargetInfo(
@@ -261,6 +262,8 @@ def test_tokens_outside_answers_are_supervised_with_the_given_weight(tmp_path, w
             assert row.weights.tolist() == [value for _, value in expected]
         else:
             assert row.weights is None
+    # a draft vocabulary is chosen by what drafts are made of
+    assert torch.equal(token_counts(data, 41), token_counts(plain, 41))
 
 
 def test_changed_shards_other_tokenizers_and_foreign_ids_are_refused(tmp_path):
@@ -279,6 +282,13 @@ def test_changed_shards_other_tokenizers_and_foreign_ids_are_refused(tmp_path):
         PackedData.from_manifest(tmp_path / "hit", INFO, 8)
     with pytest.raises(UserError, match="no finished 'generate' stage"):
         PackedData.from_manifest(tmp_path / "nothing", INFO, 8)
+
+
+def test_documents_beyond_the_positions_of_the_target_are_refused(tmp_path):
+    generated(tmp_path, [document(1, 70, 2)])
+    with pytest.raises(UserError, match=r"documents of up to 70 tokens.* reads at most 64"):
+        PackedData.from_manifest(tmp_path, INFO, 128)
+    assert len(PackedData.from_manifest(tmp_path, INFO, 64)) == 1, "the training cuts it"
 
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path):

@@ -4,6 +4,7 @@ processes, really killed."""
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -15,9 +16,13 @@ import pytest
 from safetensors.torch import load_file
 
 import train.state as state
+from heads.api.errors import UserError
 from tests.train import launch
 from tests.train.micro_run import settings
+from train import setup
 from train.distributed import World
+from train.loop import Evaluation, Trainer
+from train.refresh import RefreshConfig
 from train.run import train
 from train.state import StateStore
 from train.tracking.tracker import LOG_FILE, Tracker, read_log
@@ -148,6 +153,45 @@ def test_killed_while_saving(micro: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert folders == ["step_00000004", "step_00000008.partial"]
     train(out=tmp_path / "parts", **arguments)
     same_outcome(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_best_that_the_state_does_not_know_is_replaced_by_the_next(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a kill between the best and the state, if the same steps then measure less."""
+    found = iter([Evaluation(tau, (tau, tau)) for tau in (1.2, 1.5, 1.1, 1.0)])
+    monkeypatch.setattr(setup.Run, "evaluate", lambda *given: next(found))
+    arguments = settings(micro, max_steps=6, eval_every=2, save_every=2)
+    plain = Trainer.save
+
+    def save(trainer: Trainer) -> None:
+        if trainer.progress.step == 4:
+            raise Killed
+        plain(trainer)
+
+    with monkeypatch.context() as killing:
+        killing.setattr(Trainer, "save", save)
+        with pytest.raises(Killed):
+            train(out=tmp_path, **arguments)
+    manifest = train(out=tmp_path, **arguments)
+    assert manifest["best"] == {"step": 4, "tau": 1.1, "tau_ci95": [1.1, 1.1]}
+    assert "does not hold the weights of step 2" in caplog.text
+
+
+def test_a_start_may_lie_elsewhere_when_its_training_continues(micro: Path, tmp_path: Path) -> None:
+    def run(out: str, start: str = "", steps: int = 1) -> None:
+        refresh = RefreshConfig(init_from=start and str(tmp_path / start / "best"))
+        given = settings(micro, max_steps=steps, eval_every=0, parity=False, refresh=refresh)
+        train(out=tmp_path / out, **given)
+
+    run("base")
+    run("out", "base")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    (tmp_path / "out" / "manifest.json").unlink()
+    shutil.copytree(tmp_path / "out", tmp_path / "other")
+    run("out", "moved", steps=2)
+    with pytest.raises(UserError, match="another training: base was"):
+        run("other", "out", steps=2)
 
 
 def test_a_damaged_newest_state_costs_steps_but_no_bit(

@@ -9,6 +9,7 @@ Worker: torchrun ... -m tests.train.toy OUT MICRO [muon-]NAME:STAGE:PRECISION[:O
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,8 @@ class Toy(TrainableDrafter):
     """Predicts the token it reads, over a detour."""
 
     kind = "toy"
+    broken = False
+    """Whether gradients are no numbers, though the loss is one."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -59,7 +62,10 @@ class Toy(TrainableDrafter):
         )
         mask = batch.loss_mask.flatten()
         correct = (logits.argmax(-1).flatten() == batch.tokens.flatten()) & mask
-        return LossOutput((losses * mask).sum(), {"accuracy": (correct.sum(), mask.sum())})
+        total = (losses * mask).sum()
+        if self.broken:
+            total = total + torch.sqrt((self.shift * 0).sum())
+        return LossOutput(total, {"accuracy": (correct.sum(), mask.sum())})
 
 
 def rows(step: int, first: int, count: int) -> TrainBatch:
@@ -131,6 +137,11 @@ def main(out: str, micro: str, *configs: str) -> None:
         weights, state = engine.weights(), engine.optimizer_state()
         norms_on = train_steps(engine, world, int(micro), 3, 6)
         final = engine.weights()
+        toy.broken = True
+        (norm,) = train_steps(engine, world, int(micro), 6, 7)
+        assert not math.isfinite(norm), f"{text}: a norm of {norm} from gradients that are none"
+        same = (torch.equal(value, final[name]) for name, value in engine.weights().items())
+        assert all(same), f"{text}: gradients that are none have changed weights"
         engine.close()
 
         again = Toy()

@@ -4,7 +4,7 @@ before the target answers them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from heads.api.config import (
@@ -137,8 +137,8 @@ class DataConfig(SourceConfig):
     max_prompt_tokens: Tokens | None = None
     """Longest prompt in tokens; None: as long as the target's positions allow."""
     max_tokens: Tokens | None = None
-    """With generate.answers=dataset: longest document in tokens; None: no limit, and the training
-    cuts at its sequence length."""
+    """With generate.answers=dataset: longest document in tokens; None: as long as the target's
+    positions allow, and the training cuts at its sequence length."""
     truncate: Literal["skip", "left", "right", "middle"] = "skip"
     """What to do with rows beyond these limits: skip the row, or cut it on the left (the oldest
     turns first), on the right or in the middle. Both are counted."""
@@ -175,6 +175,16 @@ class DataConfig(SourceConfig):
         for source in self.mixture:
             if not source.path:
                 raise UserError("data.mixture: every source needs a path.")
+        alone = {item.name: item.default for item in fields(SourceConfig)}
+        for name in ("path", "limit", "seed"):  # these are the mixture's too
+            del alone[name]
+        unread = [name for name, usual in alone.items() if getattr(self, name) != usual]
+        if self.mixture and unread:
+            raise UserError(
+                f"data.{unread[0]}={getattr(self, unread[0])} has no effect beside data.mixture, "
+                "whose sources have their own settings. Put it into each source that it is for: "
+                f"data.mixture=[{{path: a.jsonl, {unread[0]}: ...}}, ...]."
+            )
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

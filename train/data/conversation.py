@@ -36,7 +36,7 @@ def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
 def without_thinking(text: str) -> str:
     """A turn's text without its reasoning, also if the template's prompt has opened the
     reasoning."""
-    return OPENED_BY_THE_PROMPT.sub("", THINKING.sub("", text), count=1)
+    return THINKING.sub("", OPENED_BY_THE_PROMPT.sub("", text, count=1))
 
 
 def places_to_answer(messages: Sequence[Message], turn: str) -> list[int]:
@@ -97,14 +97,19 @@ def fit_prompt(
 
 
 def fit_document(
-    tokens: Sequence[int], spans: Sequence[Span], longest: int, policy: str
+    tokens: Sequence[int],
+    spans: Sequence[Span],
+    longest: int,
+    policy: str,
+    limit: str = "data.max_tokens",
 ) -> tuple[list[int], list[Span], int]:
-    """The document cut to `longest` tokens, its spans, the number cut; or `BadRowError`."""
+    """The document cut to `longest` tokens, its spans, the number cut; or `BadRowError`. limit:
+    what sets `longest`, for the error."""
     excess = len(tokens) - longest
     if excess <= 0:
         return list(tokens), list(spans), 0
     if policy == "skip":
-        raise BadRowError(f"the document is longer than data.max_tokens={longest}")
+        raise BadRowError(f"the document is longer than {limit}={longest}")
     begin = {"left": 0, "right": longest, "middle": longest // 2}[policy]
     end = begin + excess
     kept = [*tokens[:begin], *tokens[end:]]

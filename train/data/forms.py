@@ -4,7 +4,7 @@ plain text, recognised by the columns' names and by the content of the first usa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,7 +47,8 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class Form:
-    """How the rows of a dataset are read: kind and column of the content, and further columns."""
+    """How the rows of a dataset are read: kind and column of the content, and further columns. A
+    row's own columns are searched for those that the first rows did not have ("")."""
 
     kind: Kind
     column: str
@@ -73,9 +74,9 @@ class Form:
         beside = [name for name in (self.context, self.answer, self.system) if name]
         text = f"{self.name} ({listed('column', [self.column, *beside])})"
         if self.kind == "tokens":
-            told = self.mask or self.spans
+            told = self.mask or (self.spans if self.spans in columns else "")
             text += f", answers by '{told}'" if told else ", each row a whole prompt"
-        if self.domain:
+        if self.domain in columns:
             text += f", domains from '{self.domain}'"
         unread = [name for name in columns if name not in self.columns]
         return text + (f"; not read: {listed('column', unread)}" if unread else "")
@@ -88,9 +89,10 @@ class Form:
             raise BadRowError(f"column '{self.column}' is missing or null")
         if self.kind == "tokens":
             tokens = read_tokens(value)
-            spans = read_spans(row.get(self.spans) if self.spans else None, len(tokens))
-            if spans is None and self.mask:
-                spans = read_mask(row.get(self.mask), len(tokens), self.mask)
+            spans = read_spans(value_of(row, self.spans), len(tokens))
+            mask = self.mask or ("" if self.spans in row else first_of(MASKS, row))
+            if spans is None and mask:
+                spans = read_mask(row.get(mask), len(tokens), mask)
             return {"tokens": tokens, "spans": spans}
         if self.kind == "text":
             return {"text": read_text(value, "the text")}
@@ -98,16 +100,17 @@ class Form:
             messages = check_messages([*listed_messages(from_sharegpt(value)), *self._answer(row)])
         else:
             said = read_text(value, "the prompt")
-            if self.context and (about := row.get(self.context)):
-                said = f"{said}\n\n{read_text(about, listed('column', [self.context]))}"
+            context = self.context or first_of(CONTEXTS.get(self.column, ()), row)
+            if about := value_of(row, context):
+                said = f"{said}\n\n{read_text(about, listed('column', [context]))}"
             messages = check_messages([{"role": "user", "content": said}, *self._answer(row)])
         messages = [*self._system(row, messages), *messages]
-        tools = read_tools(row.get(self.tools)) if self.tools else None
+        tools = read_tools(value_of(row, self.tools))
         # Without tools, the id is the same as in versions that did not support them.
         return {"messages": tuple(messages), **({"tools": tools} if tools else {})}
 
     def _answer(self, row: RawRow) -> list[Any]:
-        value = row.get(self.answer) if self.answer else None
+        value = value_of(row, self.answer or first_of(ANSWERS.get(self.column, ()), row))
         if value is None or value == "":
             return []
         if isinstance(value, str):
@@ -116,7 +119,7 @@ class Form:
         return listed_messages(found)
 
     def _system(self, row: RawRow, messages: Sequence[Message]) -> list[Message]:
-        value = row.get(self.system) if self.system else None
+        value = value_of(row, self.system or first_of(SYSTEMS, row))
         if not isinstance(value, str) or not value.strip() or messages[0]["role"] == "system":
             return []
         return [{"role": "system", "content": check_unicode(value, "the system message")}]
@@ -141,27 +144,33 @@ def find_form(
             )
     column = config.column or find_column(config, columns)
     kind, sample = find_kind(config, column, rows)
-
-    def first(names: Iterable[str]) -> str:
-        return next((name for name in names if name in columns), "")
-
     talks, tokens = kind in ("messages", "prompt"), kind == "tokens"
     answers = ANSWERS.get(column, ()) if talks else ()
     usual = config.domain == SourceConfig.domain
-    spans = config.spans_column if tokens and config.spans_column in columns else ""
+    marked = tokens and config.spans_column not in columns
     return Form(
         kind,
         column,
         name_of(kind, column, sample),
-        answer=first(answers),
-        context=first(CONTEXTS.get(column, ()) if talks else ()),
-        system=first(SYSTEMS if talks else ()),
-        tools=config.tools_column if talks and config.tools_column in columns else "",
-        spans=spans,
-        mask=first(MASKS if tokens and not spans else ()),
-        domain=config.domain_column or (DOMAIN if usual and DOMAIN in columns else ""),
+        answer=first_of(answers, columns),
+        context=first_of(CONTEXTS.get(column, ()) if talks else (), columns),
+        system=first_of(SYSTEMS if talks else (), columns),
+        tools=config.tools_column if talks else "",
+        spans=config.spans_column if tokens else "",
+        mask=first_of(MASKS if marked else (), columns),
+        domain=config.domain_column or (DOMAIN if usual else ""),
         identity=config.id_column or "",
     )
+
+
+def first_of(names: Iterable[str], columns: Container[str]) -> str:
+    """The first of `names` that is among the columns of a dataset or row; "" for none."""
+    return next((name for name in names if name in columns), "")
+
+
+def value_of(row: RawRow, column: str) -> Any:
+    """A row's value of a column; None without one, or if the column is ""."""
+    return row.get(column) if column else None
 
 
 def find_column(config: SourceConfig, columns: Sequence[str]) -> str:

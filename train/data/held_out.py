@@ -25,7 +25,7 @@ from inference.measure.prompts import CONTENT_KEYS, Prompt, load_prompts
 from train.data import tables
 from train.data.config import DataConfig
 from train.data.dedup.shingles import Bytes, normalise, shingles, whole
-from train.data.reserve import prompt_of
+from train.data.reserve import Decode, prompt_of
 from train.data.sources import SkippedRow, Source
 from train.data.tables import BadRowError
 
@@ -137,20 +137,23 @@ def load_any_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str]
     return load_bench_prompts(source, dataset, domains)
 
 
-def load_held_out(data: DataConfig) -> HeldOutIndex | None:
-    """The held-out prompts of a configuration, None without; `UserError` for unreadable ones."""
+def load_held_out(data: DataConfig, decode: Decode) -> HeldOutIndex | None:
+    """The held-out prompts of a configuration, None without; `UserError` for unreadable ones.
+    decode: text of token ids."""
     if data.decontaminate == "none":
         return None
     loaded = [(path, read_prompts(path)) for path in data.held_out]
     for bench in data.held_out_prompts:
         found = load_any_prompts(bench.path, bench.dataset, bench.domains)
         loaded.append((bench.path, found.prompts))
-    prompts = [(path, one.id, texts_of(one)) for path, several in loaded for one in several]
+    prompts = [(path, one.id, texts_of(one, decode)) for path, several in loaded for one in several]
     return HeldOutIndex(prompts, exact=data.decontaminate == "exact") if prompts else None
 
 
-def texts_of(prompt: Prompt) -> list[str]:
-    """A prompt's text or user messages; none for one that is given as token ids."""
+def texts_of(prompt: Prompt, decode: Decode) -> list[str]:
+    """A prompt's text or user messages; all of a prompt that is given as token ids."""
+    if prompt.tokens is not None:
+        return [decode(prompt.tokens), *prompt.turns]
     given = [message["content"] for message in prompt.messages or () if message["role"] == "user"]
     plain = [] if prompt.text is None else [prompt.text]
     return [*plain, *given, *prompt.turns]

@@ -114,8 +114,9 @@ class PackedData:
         in `packed/` (or in a temporary folder). context_weight: weight of the loss at tokens
         outside answers, which above 0 are supervised too, except for the first of a document.
         Raises `UserError` if the stage is unfinished, a shard was changed, the vocabulary is not
-        that of `info`, there are no answers of a domain, nothing is supervised, or context_weight
-        is above 0 and the answers are those of a replay."""
+        that of `info`, there are no answers of a domain, nothing is supervised, documents exceed
+        the target's positions, or context_weight is above 0 and the answers are those of a
+        replay."""
         _check_length(sequence_length)
         if context_weight > 0 and read_answers(directory).get("replay"):
             raise UserError(
@@ -160,6 +161,7 @@ class PackedData:
                 folder = Path(data._temporary.name) / name
                 write(folder, ignore)
         data._open(sequence_length, packed_file.read_packed(folder), context_weight)
+        _require_positions(directory, info, int(data._indexes["lengths"].max()))
         return data
 
     def _open(
@@ -209,10 +211,26 @@ class PackedData:
                 weights[context] = self.context_weight
         return RowArrays(tokens, positions, segments, loss_mask, **beside)
 
+    def answers(self, index: int) -> NDArray[np.int32]:
+        """The tokens of row `index` that are within answers, whatever else is supervised."""
+        begin, end = self._indexes["starts"][index : index + 2].tolist()
+        stored = self._flat["tokens"].read(begin, end)
+        return ~stored[stored < 0]
+
 
 def _check_length(sequence_length: int) -> None:
     if sequence_length < 2:
         raise UserError(f"the sequence length must be at least 2; given: {sequence_length}.")
+
+
+def _require_positions(directory: Path, info: TargetInfo, longest: int) -> None:
+    if longest > info.max_position_embeddings:
+        raise UserError(
+            f"the answers in '{directory}' have documents of up to {longest} tokens, of which the "
+            f"target '{info.id}' reads at most {info.max_position_embeddings} "
+            "(max_position_embeddings). Set train.sequence_length to that, or generate the answers "
+            "again, which leaves such documents out or cuts them (data.truncate)."
+        )
 
 
 def read_documents(
@@ -355,11 +373,11 @@ def _require_target(directory: Path, stored: Any, info: TargetInfo) -> None:
 
 
 def token_counts(data: PackedData, vocab_size: int) -> Tensor:
-    """How often each token occurs in the supervised parts of the data: [V] int64."""
+    """How often each token occurs in the answers of the data: [V] int64. Tokens outside answers,
+    which `context_weight` supervises too, do not count: no draft is made of them."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for index in range(len(data)):
-        row = data.row(index)
-        counts += np.bincount(row.tokens[row.loss_mask], minlength=vocab_size)
+        counts += np.bincount(data.answers(index), minlength=vocab_size)
     return torch.from_numpy(counts)
 
 

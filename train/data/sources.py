@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -142,11 +142,7 @@ class Mixture:
 
     def __init__(self, data: DataConfig) -> None:
         self.data = data
-        labels = [Path(source.path).stem for source in data.sources]
-        self.labels = [
-            label if labels.count(label) == 1 else f"{label}{number}"
-            for number, label in enumerate(labels)
-        ]
+        self.labels = unique_labels([Path(source.path).stem for source in data.sources])
         self.sources = [
             Source(config, f"{label}/" if data.mixture else "")
             for config, label in zip(data.sources, self.labels, strict=True)
@@ -206,6 +202,17 @@ class Mixture:
         edges = np.cumsum(weights) / weights.sum()
         place = unit_interval(self.data.seed, self.index)
         return left[min(int(np.searchsorted(edges, place, side="right")), len(left) - 1)]
+
+
+def unique_labels(names: Sequence[str]) -> list[str]:
+    """The names of sources, those of several with a number that makes them unique."""
+    labels: list[str] = []
+    for place, name in enumerate(names):
+        numbered = (f"{name}{number}" for number in count(place))
+        alone = names.count(name) == 1
+        taken = {*names, *labels}
+        labels.append(name if alone else next(label for label in numbered if label not in taken))
+    return labels
 
 
 def open_rows(config: SourceConfig) -> TableRows:

@@ -116,7 +116,7 @@ def parser_of(file: Path) -> Callable[[bytes], RawRow | BadRowError]:
 def parse_prompt(line: bytes) -> RawRow | BadRowError:
     """A line of text as a prompt, or the error in it."""
     try:
-        return {"prompt": line.decode("utf-8").strip()}
+        return {"prompt": line.decode("utf-8-sig").strip()}
     except UnicodeDecodeError:
         return BadRowError("the line is not UTF-8")
 

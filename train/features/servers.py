@@ -220,9 +220,9 @@ def read_until(
     return bytes(content)
 
 
-def pause_after(failures: int) -> float:
+def pause_after(failures: int, first: float = FIRST_PAUSE, longest: float = LONGEST_PAUSE) -> float:
     """Seconds to wait, growing with the failures before; a power above 1,023 is no float."""
-    return float(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 16)))
+    return float(min(longest, first * 2 ** min(failures, 64)))
 
 
 def error_of(content: bytes) -> str:

@@ -224,9 +224,9 @@ def build(
         discard(out / name)
     tally, costs, seen = _tally(sources, info, config)
     weighing = Weighing.of(config, tally)
-    hard = round(config.hard_prompts * len(costs))
-    limit = sorted(costs, reverse=True)[hard - 1] if hard else float("inf")
-    writer = _Writer(out, config, weighing, limit)
+    hardest = sorted(costs, key=lambda name: (-costs[name], name))
+    hard = {name: costs[name] for name in hardest[: round(config.hard_prompts * len(costs))]}
+    writer = _Writer(out, config, weighing, hard)
     for source in sources:
         for document in source.documents(info):
             writer.add(document)
@@ -300,16 +300,18 @@ def _open(
 
 def _tally(
     sources: Sequence[AnswerSource], info: TargetInfo, config: FeedbackConfig
-) -> tuple[WeightTotals, list[float], int]:
-    """The sums over all documents, the cost of each with records, and their number."""
-    tally, costs, seen = WeightTotals(), [], 0
+) -> tuple[WeightTotals, dict[str, float], int]:
+    """The sums over all documents, the largest cost of every id with records, and the number of
+    documents."""
+    tally, costs, seen = WeightTotals(), dict[str, float](), 0
     for source in sources:
         for document in source.documents(info):
             seen += 1
             mask = replay_mask(document.evidence, document.supervised, config)
             tally.add(document.row["domain"], document.evidence, mask)
             if document.evidence.passes:
-                costs.append(document.cost)
+                name = document.row["id"]
+                costs[name] = max(document.cost, costs.get(name, 0.0))
     if not tally.tested.any() and any(source.records for source in sources):
         logger.warning("no verification fits these answers: every token weighs the same")
     if tally.unfit:
@@ -350,12 +352,12 @@ def _report(
 
 @dataclass
 class _Writer:
-    """Writes shards and hard prompts. limit: the cost from which prompts are hard."""
+    """Writes shards and hard prompts. costs: of the hard prompts, by id."""
 
     out: Path
     config: FeedbackConfig
     weighing: Weighing
-    limit: float
+    costs: Mapping[str, float]
     rows: int = 0
     supervised: int = 0
     weight: float = 0.0
@@ -398,7 +400,7 @@ class _Writer:
 
     def _note_prompt(self, document: Document) -> None:
         row, cost = document.row, document.cost
-        if document.evidence.passes and cost >= self.limit:
+        if document.evidence.passes and cost == self.costs.get(row["id"]):
             prompt = list(row["tokens"][: row["spans"][0][0]])
             line = {"id": row["id"], "domain": row["domain"], "tokens": prompt, "cost": cost}
             self.hard.setdefault(row["id"], line)
@@ -417,8 +419,7 @@ class _Writer:
         path = self.out / HARD_PROMPTS
         path.unlink(missing_ok=True)
         if self.hard:
-            hardest = sorted(self.hard.values(), key=lambda line: -line["cost"])
-            write_lines(path, hardest)
+            write_lines(path, [self.hard[name] for name in self.costs])
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

@@ -52,7 +52,7 @@ from train.data.held_out import load_held_out
 from train.data.ingest import Input, ingest, is_input_of, remove_rows, require_own_input
 from train.data.masks import mask_report
 from train.data.pack import weighted_documents
-from train.data.reserve import LEAST, VERDICTS
+from train.data.reserve import LEAST, VERDICTS, Decode
 from train.data.states import STATES, settle
 from train.generate.config import GenerateConfig, GenerateJob
 from train.generate.loop import answer_rows, console_of, load_target
@@ -130,7 +130,7 @@ def show_sample(manifest: AnswersManifest, out: Path, target: AnyTarget) -> None
 def read_accepted(job: GenerateJob, target: AnyTarget) -> Input:
     """The input. The files that it replaces, which include prompts held out of the answers, stay
     until the folder's answers are known to be of these settings; raises `UserError` otherwise."""
-    folder, held_out = job.out / INPUT, load_held_out(job.data)
+    folder, held_out = job.out / INPUT, load_held_out(job.data, decoder(target))
     if not (job.out / SETTINGS).is_file() or is_input_of(folder, job.data, held_out):
         return read_input(job, target, folder)
     with replace_part(folder, ("*",)) as fresh:
@@ -139,25 +139,27 @@ def read_accepted(job: GenerateJob, target: AnyTarget) -> Input:
     return read
 
 
+def decoder(target: AnyTarget) -> Decode:
+    """What gives the text of token ids."""
+    return lambda tokens: str(target.tokenizer.decode(tokens))
+
+
 def read_input(job: GenerateJob, target: AnyTarget, folder: Path, again: bool = False) -> Input:
     """Read the sources once into `folder` and print what was left out. again: repeat, silently."""
     console = console_of(again)
-    held_out = load_held_out(job.data)
+    held_out = load_held_out(job.data, decoder(target))
 
     def progress(rows: int) -> None:
         if rows % (SHOWN_ROWS * 4096) == 0:
             console.print(f"{rows} rows read")
         job.watch("read", rows)
 
-    def text(tokens: tuple[int, ...]) -> str:
-        return str(target.tokenizer.decode(tokens))
-
     finished = (job.out / MANIFEST_FILE).is_file() and not again
     read = ingest(
         job.data,
         folder,
         held_out,
-        text,
+        decoder(target),
         progress=progress,
         answered=finished,
         fits=lambda prompt: is_answerable(job, target, prompt),

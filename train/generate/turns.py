@@ -188,12 +188,12 @@ def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:
         check_vocabulary(row.tokens, target.info)
         chosen = {"all": row.spans, "first": row.spans[:1], "last": row.spans[-1:]}[data.supervise]
         found = [(list(row.tokens), list(chosen))]
-    cut = 0
-    if data.max_tokens is not None:
-        fitted = [fit_document(*one, data.max_tokens, data.truncate) for one in found]
-        cut = sum(removed for _, _, removed in fitted)
-        found = [(tokens, spans) for tokens, spans, _ in fitted]
-    tokens, spans, parts = join_documents(found)
+    longest, limit = target.info.max_position_embeddings, "the target's max_position_embeddings"
+    if data.max_tokens is not None and data.max_tokens <= longest:
+        longest, limit = data.max_tokens, "data.max_tokens"
+    fitted = [fit_document(*one, longest, data.truncate, limit) for one in found]
+    cut = sum(removed for _, _, removed in fitted)
+    tokens, spans, parts = join_documents([(tokens, spans) for tokens, spans, _ in fitted])
     named = (row.id, row.index, row.domain)
     return StoredAnswer(*named, tokens, spans, finish="dataset", parts=parts, cut=cut)
 

@@ -36,9 +36,10 @@ STATUS = Path("/proc/self/status")
 
 class Meter:
     """Measures one process. spent: the sums of earlier sessions: seconds by part, `setup` (before
-    the loop), `flops`, `joules` (`unmetered` if a process had no reading), and besides sums
-    `peak_memory` (bytes) and `step_flops` (the last count). main: only the main process counts
-    FLOPs. begun: `time.perf_counter()` when the training was requested."""
+    the loop), `device_seconds` (both, of all processes of the launch), `flops`, `joules`
+    (`unmetered` if a process had no reading), and besides sums `peak_memory` (bytes) and
+    `step_flops` (the last count). main: only the main process counts FLOPs. begun:
+    `time.perf_counter()` when the training was requested. processes: those of this launch."""
 
     def __init__(
         self,
@@ -50,7 +51,12 @@ class Meter:
         clock: Clock | None = None,
         main: bool = True,
         begun: float | None = None,
+        processes: int = 1,
     ) -> None:
+        self.processes = processes
+        # states of earlier versions do not tell how many processes their sessions had
+        before = total_seconds(spent) + spent.get("setup", 0.0)
+        spent.setdefault("device_seconds", before * processes)
         self.device, self.spent, self.main = device, spent, main
         self._asked = (device, dtype, peak_tflops)
         self.peak = find_peak(*self._asked) if main else Peak(0.0, "")
@@ -59,7 +65,9 @@ class Meter:
         # of the last count; without one (states of earlier versions) 0 until the next
         self._flops, self._joules = spent.get("step_flops", 0.0), 0.0
         if begun is not None:
-            spent["setup"] = spent.get("setup", 0.0) + time.perf_counter() - begun
+            setup = time.perf_counter() - begun
+            spent["setup"] = spent.get("setup", 0.0) + setup
+            spent["device_seconds"] += setup * processes
         self.clock.restart()
 
     @contextmanager
@@ -92,6 +100,7 @@ class Meter:
         taken, spent = self.clock.take(), self.spent
         for name, seconds in taken.items():
             spent[name] = spent.get(name, 0.0) + seconds
+        spent["device_seconds"] += sum(taken.values()) * self.processes
         self._joules += self.energy.take() or 0.0
         spent["peak_memory"] = max(spent.get("peak_memory", 0), peak_memory(self.device))
         return taken

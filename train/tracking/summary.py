@@ -105,7 +105,8 @@ class Summary(BaseModel):
     """Before the first step, all sessions: loading, packing, the first comparison of training with
     decoding; not imports. Not in the first files."""
     device_hours: float
-    """(`setup_seconds` + `wall_seconds`) x processes / 3600, without feature servers."""
+    """(`setup_seconds` + `wall_seconds`) x processes / 3600, added up over the sessions, without
+    feature servers."""
     flops: float
     """Of the main process."""
     mfu: float | None
@@ -163,7 +164,7 @@ def summarise(
         shares={name: part / seconds if seconds else 0.0 for name, part in by_part.items()},
         wall_seconds=seconds,
         setup_seconds=setup,
-        device_hours=(setup + seconds) * processes / 3600,
+        device_hours=spent.get("device_seconds", 0.0) / 3600,
         flops=spent.get("flops", 0.0),
         mfu=utilisation(spent, peak.flops),
         peak=PeakFacts(tflops=peak.flops / 1e12, source=peak.source),

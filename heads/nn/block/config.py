@@ -53,7 +53,8 @@ class Config(SizeConfig):
     (DFlare)."""
     start_from: Literal["auto", "target", "random"] = "auto"
     """Initial weights of the layers: target (those of its layers; an error if they do not fit),
-    random, or auto (the target's if its layers are Llama-like and of the same sizes)."""
+    random, or auto (the target's if its layers are Llama-like and of the same sizes; with
+    `from_target_layers` the same as target)."""
     from_target_layers: tuple[Layers, ...] = ()
     """Layers of the target (0-based) that the draft layers start from, one for each draft layer
     except that of `carry_root`; empty: evenly spread from the first to the last."""

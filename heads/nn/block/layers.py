@@ -28,7 +28,7 @@ from heads.nn.blocks import MLP, Attend, Attention, LayerShape, RMSNorm
 from heads.nn.checkpointing import network_part
 from heads.nn.matrices import set_vectors
 from heads.nn.rope import Rotation, rotate
-from heads.nn.target.llama import PARTS, unlike_llama
+from heads.nn.target.llama import PARTS, start_heads, unlike_llama
 
 
 class BlockAttention(Attention):
@@ -116,7 +116,7 @@ def spread(count: int, first: int, last: int) -> tuple[int, ...]:
     return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))
 
 
-def unfit_layer(weights: TargetWeights, layer: int, mine: BlockLayer) -> str:
+def unfit_layer(info: TargetInfo, weights: TargetWeights, layer: int, mine: BlockLayer) -> str:
     """The reason why a draft layer cannot start from the target's layer; empty if it can.
 
     Biases are left out: they are small compared with the changes by training.
@@ -127,7 +127,7 @@ def unfit_layer(weights: TargetWeights, layer: int, mine: BlockLayer) -> str:
         value = weights.state.get(name)
         if value is None or value.shape != shape:
             return f"no {name} of shape {list(shape)}"
-    return unlike_llama(weights, layer)
+    return unlike_llama(info, weights, layer)
 
 
 @torch.no_grad()
@@ -145,15 +145,7 @@ def start_layer(mine: BlockLayer, state: Mapping[str, Tensor], layer: int) -> No
         projection = cast(nn.Linear | None, getattr(attention, f"context_{name}_proj"))
         if projection is not None:
             init.copy(projection.weight, found[f"self_attn.{name}_proj"])
-    for name in "qk":
-        norm = state.get(f"model.layers.{layer}.self_attn.{name}_norm.weight")
-        mine_norm = getattr(attention, f"{name}_norm").weight
-        if norm is not None and norm.shape == mine_norm.shape:
-            init.copy(mine_norm, norm)
-        else:
-            # The average size of heads for normalised inputs, so that scores keep their spread.
-            size = found[f"self_attn.{name}_proj"].square().sum(1).mean().sqrt()
-            init.constant(mine_norm, float(size))
+    start_heads(attention, {name: found[f"self_attn.{name}_proj"] for name in "qk"}, state, layer)
 
 
 def start_layers(
@@ -168,12 +160,13 @@ def start_layers(
     required: raise `UserError` naming what does not fit, instead of leaving the layers alone.
     """
     for mine, layer in zip(layers, chosen, strict=True):
-        reason = unfit_layer(weights, layer, mine)
+        reason = unfit_layer(info, weights, layer, mine)
         if reason and required:
             raise UserError(
                 f"layer {layer} of target '{info.id}' ({info.model_type}, {info.num_layers} "
-                f"layers) cannot start a draft layer: {reason}. Use head.start_from=random, or "
-                "leave the head's sizes at 0."
+                f"layers) cannot start a draft layer: {reason}. Leave out "
+                "head.from_target_layers and use head.start_from=random, or leave the head's sizes "
+                "at 0."
             )
         if reason:
             return False

@@ -93,8 +93,14 @@ class BlockModel(TrainableDrafter):
         layers = [cast(BlockLayer, layer) for layer in self.layers]
         copied = layers[1:] if config.carry_root else layers
         chosen = config.from_target_layers or default_start(len(copied), info.num_layers)
+        if config.start_from == "random" and config.from_target_layers:
+            raise UserError(
+                "head.from_target_layers names the layers to start from, and "
+                "head.start_from=random starts from none. Leave one of them out."
+            )
         if config.start_from != "random":
-            start_layers(copied, chosen, info, weights, config.start_from == "target")
+            required = config.start_from == "target" or bool(config.from_target_layers)
+            start_layers(copied, chosen, info, weights, required)
         if self.fc is not None:
             first = len(self.needs.taps) // 2 * info.hidden_size
             with torch.no_grad():

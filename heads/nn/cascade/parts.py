@@ -65,10 +65,18 @@ def modules_of(parts: list[CascadePart]) -> nn.ModuleDict:
 
 
 def initialise_part(part: CascadePart, weights: TargetWeights, generator: torch.Generator) -> None:
-    """Load the part's weights from its folder, or initialise them."""
+    """Load the part's weights from its folder, or initialise them; raises `UserError` for a part
+    without a folder that has to be trained."""
     if not isinstance(part.drafter, TrainableDrafter):
         return
     if part.folder is None:
+        kind = part.described["kind"]
+        if not part.drafter.works_untrained(part.drafter.config):
+            raise UserError(
+                f"a part of head.parts is of kind '{kind}', which drafts nothing of use before it "
+                f"is trained. Train it (`headstart train head={kind}`) and give its folder: "
+                "{checkpoint: FOLDER}."
+            )
         part.drafter.initialise(weights, generator)
     else:
         load_weights(part.drafter, stored_weights(part.folder))

@@ -22,11 +22,11 @@ from heads.api.target_info import TargetInfo, TargetWeights
 from heads.api.tree import DraftShape
 from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, SOFT_CROSS_ENTROPY
 from heads.nn import init, losses
-from heads.nn.blocks import LayerShape
+from heads.nn.blocks import Attention, LayerShape
 from heads.nn.drafting.plan import PlanCache
 from heads.nn.early_gradient import with_gradient
 from heads.nn.feature.parallel import AnchoredRows
-from heads.nn.target.llama import unlike_llama
+from heads.nn.target.llama import start_heads, unlike_llama
 
 Judge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(outputs [K, M, H] of the steps that predict from each state, flat states [M]) -> loss [K, M],
@@ -78,12 +78,13 @@ class FeatureDrafter(TrainableDrafter):
         if final_norm is not None:
             init.copy(weight, final_norm)
 
-    def copy_layer(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
+    def copy_layer(
+        self, weights: TargetWeights, layer: int, attention: Attention, wanted: dict[str, Tensor]
+    ) -> None:
         """Fill the tensors of `wanted` (name within a decoder layer of Hugging Face's Llama -> own
-        tensor) from layer `layer` (0-based) of the target; raises `UserError` when it has no such
-        layer, or one of another kind or size."""
-        whole = any(name.startswith("mlp.") for name in wanted)
-        if reason := unlike_llama(weights, layer, whole):
+        tensor) from layer `layer` (0-based) of the target, and the norms of heads of `attention`;
+        raises `UserError` when it has no such layer, or one of another kind or size."""
+        if reason := unlike_llama(self.info, weights, layer):
             raise UserError(
                 f"head.from_target_layer={layer} does not fit target '{self.info.id}' "
                 f"({self.info.model_type}), whose layer computes something else than one of a "
@@ -91,6 +92,11 @@ class FeatureDrafter(TrainableDrafter):
             )
         named = {f"{name}.weight": parameter for name, parameter in wanted.items()}
         self.copy_tensors(weights, layer, named)
+        projections = {name: wanted[f"self_attn.{name}_proj"] for name in "qk"}
+        # without a norm before it, the attention reads states after the target's last norm
+        factors = wanted.get("input_layernorm", weights.final_norm())
+        given = 1.0 if factors is None else factors
+        start_heads(attention, projections, weights.state, layer, given)
 
     def copy_tensors(self, weights: TargetWeights, layer: int, wanted: dict[str, Tensor]) -> None:
         """`copy_layer` for tensors of any kind, by their whole names within the layer."""

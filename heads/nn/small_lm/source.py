@@ -19,19 +19,23 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_config
+from heads.api.checkpoint import CONFIG_FILE, WEIGHTS_FILE, build_config, read_config
 from heads.api.errors import UserError
 from heads.api.reading import read_object, require_object
 from heads.api.target_info import TargetInfo, TargetWeights, tokenizer_hash
 from heads.api.tensors import read_tensors
 from heads.nn import init
-from heads.nn.small_lm.config import BIAS_FAMILIES, QK_NORM_FAMILIES, NetworkConfig
-from heads.nn.target.llama import ADDS_ONE
+from heads.nn.small_lm.config import BIAS_FAMILIES, QK_NORM_FAMILIES, NetworkConfig, layer_shape
+from heads.nn.target.llama import FAMILIES, unlike_llama
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that a drafter can start from."""
 INDEX_FILE = "model.safetensors.index.json"
 NETWORK = tuple(item.name for item in fields(NetworkConfig))
+COPIED = (
+    *("model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("rms_norm_eps", "rope_theta", "max_position_embeddings"),
+)
+"""Facts of a target on which layers copied from it depend, besides the shapes of their weights. Of
+its rotary positions, a checkpoint holds no more than these."""
 SIZES = tuple(name for name in NETWORK if name not in ("from_model", "any_tokenizer"))
 """Fields that a folder decides and that must not be given together with it."""
 
@@ -60,13 +64,13 @@ def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
             f"head.from_model decides the drafter's sizes, but head.{', head.'.join(given)} "
             f"{'was' if len(given) == 1 else 'were'} given too. Leave out the one or the other."
         )
-    source = read_source(Path(config.from_model), config.any_tokenizer)
+    source = read_source(Path(config.from_model), info, config.any_tokenizer)
     return source, replace(config, from_model="", any_tokenizer=False, **source.sizes)
 
 
-def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
-    """Describe a model's or drafter's folder; raises `UserError` if no drafter can start from
-    it."""
+def read_source(folder: Path, info: TargetInfo, any_tokenizer: bool = False) -> StartingModel:
+    """Describe a model's or drafter's folder; raises `UserError` if no drafter for the target
+    `info` can start from it."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UserError(
@@ -79,20 +83,33 @@ def read_source(folder: Path, any_tokenizer: bool = False) -> StartingModel:
     except UserError as error:
         raise UserError(f"head.from_model: {error}") from error
     if "kind" in values:
-        return _drafter_source(folder, any_tokenizer)
+        return _drafter_source(folder, info, any_tokenizer)
     return StartingModel(folder, _model_sizes(folder, values), None, any_tokenizer)
 
 
-def _drafter_source(folder: Path, any_tokenizer: bool) -> StartingModel:
+def _drafter_source(folder: Path, info: TargetInfo, any_tokenizer: bool) -> StartingModel:
     content = read_config(folder)
-    stored = {name: value for name, value in content["config"].items() if name in SIZES}
-    if "from_target_layers" not in stored or "tie_embeddings" not in stored:
+    config = build_config(content["kind"], content["config"])
+    if not isinstance(config, NetworkConfig):
         raise UserError(
             f"head.from_model: '{folder}' is a drafter of kind '{content['kind']}', which is not "
             "a small language model. Give one of kind distilled or pard."
         )
-    sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
-    return StartingModel(folder, sizes, str(content["target"].get("tokenizer_hash")), any_tokenizer)
+    theirs = TargetInfo.from_dict(content["target"])
+    sizes = {name: getattr(config, name) for name in SIZES}
+    odd = [name for name in COPIED if getattr(theirs, name) != getattr(info, name)]
+    if not config.from_target_layers:
+        # what followed the source's target must not follow another one now
+        sizes |= vars(layer_shape(config, theirs))
+        sizes["rope_theta"] = config.rope_theta or theirs.rope_theta
+    elif odd:
+        raise UserError(
+            f"head.from_model: the drafter in '{folder}' is made of layers of target "
+            f"'{theirs.id}', which differs from '{info.id}' in {', '.join(odd)}: its layers would "
+            "compute something else here. Use a drafter that was made of no target's layers, "
+            "head.from_target_layers, or a fresh drafter."
+        )
+    return StartingModel(folder, sizes, theirs.tokenizer_hash, any_tokenizer)
 
 
 def _model_sizes(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,6 +261,12 @@ def copy_target_layers(
     module: nn.Module, layers: tuple[int, ...], info: TargetInfo, weights: TargetWeights
 ) -> None:
     """Set every parameter from the target's weight of the same Hugging Face name."""
+    for layer in layers:
+        if reason := unlike_llama(info, weights, layer):
+            raise UserError(
+                f"layer {layer} of target '{info.id}' ({info.model_type}) cannot start a Llama "
+                f"drafter: {reason}. Use head.from_target_layers=[] for a fresh drafter."
+            )
     own = {"lm_head.weight": weights.lm_head, "model.embed_tokens.weight": weights.embedding}
     # read by name: a divided target gathers the requested weights
     state = ChainMap(own, cast(Any, weights.state))
@@ -257,11 +280,6 @@ def copy_target_layers(
     missing = sorted(name for name in wanted if name not in state)
     extra = sorted(name for name in state if name.startswith(prefixes) and name not in wanted)
     odd = missing or extra or [n for n, p in wanted.items() if p.shape != state[n].shape]
-    if weights.norm_offset:
-        raise UserError(
-            f"layers of target '{info.id}' ({info.model_type}) cannot start a Llama drafter: "
-            f"{ADDS_ONE}. Use head.from_target_layers=[] for a fresh drafter."
-        )
     if odd:
         raise UserError(
             f"layers {list(layers)} of target '{info.id}' ({info.model_type}, "

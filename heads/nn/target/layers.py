@@ -25,9 +25,7 @@ from torch import Tensor
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn.rope import Rotation, rotate
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers are computed here."""
+from heads.nn.target.llama import FAMILIES
 
 Product = Callable[[Tensor], Tensor]
 """States [..., in] -> [..., out]: a linear map."""

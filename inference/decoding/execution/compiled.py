@@ -120,11 +120,12 @@ class CompiledStep:
             else:
                 packed = plan.first_run(self._decoder)
         except (RuntimeError, TypeError, OSError) as error:
+            first = str(error).strip().partition("\n")[0]
+            said = f"{type(error).__name__}: {first}" if first else type(error).__name__
             raise NotCompiledError(
-                f"compiling a decoding step failed ({type(error).__name__}: "
-                f"{str(error).strip().splitlines()[0]}). It needs a C++ compiler such as g++ and "
-                "weights that can be traced, which bitsandbytes' 4-bit ones cannot; without them "
-                "set decode.compile=false."
+                f"compiling a decoding step failed ({said}). It needs a C++ compiler such as g++ "
+                "and weights that can be traced, which bitsandbytes' 4-bit ones cannot; without "
+                "them set decode.compile=false."
             ) from error
         _spent[0] += time.perf_counter() - begin
         self._decoder.clock.start()

@@ -140,5 +140,7 @@ def _xgrammar() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's message without its place in xgrammar's sources."""
-    return str(error).strip().split(": ", 1)[-1].splitlines()[0]
+    """xgrammar's message without its place in xgrammar's sources; the error's name if it has no
+    message."""
+    said = str(error).strip().split(": ", 1)[-1].partition("\n")[0]
+    return said or type(error).__name__

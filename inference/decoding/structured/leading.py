@@ -17,6 +17,7 @@ vocabulary, V' drafted part of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,22 +56,27 @@ class LedNoise:
     roots; chain: the draft is a chain."""
 
     def __init__(self, noise: Noise, lead: Lead, roots: Tensor, chain: bool) -> None:
-        self._noise, self._lead, self._roots, self._chain = noise, lead, roots, chain
+        self.noise, self._lead, self._roots, self._chain = noise, lead, roots, chain
         self.keeps_logits, self.separate = noise.keeps_logits, noise.separate
         self.tempered = noise.tempered
         self._drawn = torch.full_like(lead.tokens, NOT_DRAWN)
+
+    def moved(self, noise: Noise, move: Callable[[Tensor], Tensor]) -> LedNoise:
+        """The same on another device. noise: the drafter's, there; move: copies a tensor there."""
+        lead = Lead(move(self._lead.tokens), move(self._lead.words))
+        return LedNoise(noise, lead, move(self._roots), self._chain)
 
     def pick(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See `Noise`. The tokens of a chain are drawn one after another."""
         if not self._chain:
             led = self._first_level(logits, positions, token_ids)
-            return self._noise.pick(led, positions, token_ids)
+            return self.noise.pick(led, positions, token_ids)
         found = []
         for place in range(positions.shape[1]):
             at = positions[:, place : place + 1]
             depth = at - self._roots[:, None]
             led = hide(logits[:, place : place + 1], self._allowed(depth, token_ids))
-            column = self._noise.pick(led, at, token_ids)
+            column = self.noise.pick(led, at, token_ids)
             self._keep(column if token_ids is None else token_ids[column], depth)
             found.append(column)
         return torch.cat(found, 1)
@@ -78,7 +84,7 @@ class LedNoise:
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """See `Noise`. The root's children are led."""
         led = self._first_level(logits, positions, token_ids)
-        return self._noise.scores(led, positions, token_ids)
+        return self.noise.scores(led, positions, token_ids)
 
     def led(self, proposal: Proposal) -> Proposal:
         """The draft, with its logits as its tokens were drawn from them."""
@@ -126,6 +132,8 @@ def unpacked(words: Tensor, token_ids: Tensor | None) -> Tensor:
 
 def hide(logits: Tensor, allowed: Tensor) -> Tensor:
     """Logits [R, M, V'] with -inf where `allowed` [R, M, >= V'] is off. Positions of which nothing
-    would be left stay as they are: the draft vocabulary has no allowed token."""
+    would be left stay as they are: the draft vocabulary has no allowed token, or the draft is
+    certain of another one (a pair's drafter without probabilities)."""
     allowed = allowed[..., : logits.shape[-1]]
-    return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), float("-inf"))
+    left = (allowed & (logits > float("-inf"))).any(-1, keepdim=True)
+    return logits.masked_fill(~allowed & left, float("-inf"))

@@ -236,11 +236,13 @@ def check_vocabulary(folder: Folder, info: TargetInfo) -> Iterator[str]:
 def check_taps(folder: Folder, info: TargetInfo) -> Iterator[str]:
     """The layers that the engine captures, compared with those of the training and of the other
     engine."""
-    config, trained = folder.flat, folder.export.taps
-    found = list(base.captured_layers(config, info.num_layers, folder.export.engine))
+    config, trained, engine = folder.flat, folder.export.taps, folder.export.engine
+    found = list(base.captured_layers(config, info.num_layers, engine))
     captures = f"layer ids: the engine captures the states after {found} layers"
     if min(found) < 0 or max(found) > info.num_layers:
         yield f"{captures}; the target has {info.num_layers}"
+    if engine and (reason := base.without_last(found, info.num_layers, engine)):
+        yield f"layer ids: {reason}"
     if found != sorted(set(found)):
         yield (
             f"layer ids: {found} do not ascend; the engine sorts them and reads fc.weight in "

@@ -196,9 +196,19 @@ def front_matter(checkpoint: Mapping[str, Any], about: PushConfig) -> str:
 
 def draft_code(draft: DraftFacts, rule: str) -> str:
     """The arguments of a `DecodeConfig` with the draft and the rule of the measurement."""
-    code = f'shape="{draft.shape}", depth={draft.depth}'
+    found: dict[str, Any] = {"shape": draft.shape, "depth": draft.depth}
     if draft.shape in ("dynamic", "dartree"):
-        code += f", nodes={draft.nodes}"
+        found["nodes"] = draft.nodes
     if draft.shape == "tree":
-        code = f'shape="tree", choices={tuple(map(tuple, draft.choices or []))}'
-    return code if rule == "match" else f'{code}, rule="{rule}"'
+        found = {"shape": "tree", "choices": tuple(map(tuple, draft.choices or []))}
+    # adaptive_head is left out, a file that is not published
+    more = ("width", "candidates", "depth_penalty", "adaptive", "adaptive_threshold")
+    found |= {name: getattr(draft, name) for name in more}
+    lists = ("adaptive_lengths", "adaptive_costs")
+    found |= {name: tuple(getattr(draft, name) or ()) or None for name in lists}
+    found["rule"] = None if rule == "match" else rule
+    given = {name: value for name, value in found.items() if value is not None}
+    return ", ".join(
+        f"{name}={json.dumps(value) if isinstance(value, str) else value}"
+        for name, value in given.items()
+    )

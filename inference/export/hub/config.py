@@ -20,7 +20,7 @@ class PushConfig:
 
     repo: str = ""
     """Repository on the Hub, "user/name". With several drafters it must contain @drafter, which is
-    replaced by the name of each."""
+    replaced by the name of each; characters that the Hub refuses become "-"."""
     license: str = ""
     """Identifier of the licence that you choose (apache-2.0, mit, llama3.1, ...). Nothing is
     published without one. A dry run prints the target's licence if it is known."""

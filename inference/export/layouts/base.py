@@ -309,6 +309,18 @@ def require_taps(taps: tuple[int, ...], layers: int, where: Path) -> None:
         )
 
 
+def without_last(taps: Sequence[int], layers: int, engine: str) -> str:
+    """The reason why an engine does not give a drafter its taps of a target of so many layers;
+    empty if it does. vLLM (also through speculators) captures states behind every layer. SGLang and
+    llama.cpp capture the inputs of layers, of which the last state is none, and transformers gives
+    it after the final norm only."""
+    if engine in ("vllm", "speculators") or layers not in taps:
+        return ""
+    return (
+        f"it reads the state after the target's last layer (tap {layers}), which vLLM alone gives"
+    )
+
+
 def give(
     rows: Sequence[TensorRow], ours: Mapping[str, Tensor], left: Iterable[str] = ()
 ) -> dict[str, Tensor]:

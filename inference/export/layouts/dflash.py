@@ -246,6 +246,7 @@ def draft_length(asked: int, depth: int, causal: bool) -> int:
     return asked or depth
 
 
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 OWN_MASK = "embeds the mask with the target's table, and this drafter learned a vector of its own"
 TRAIN_MASK = "head.mask_token_id=<an unused token of the target>"
 
@@ -255,8 +256,10 @@ def require_expressible(checkpoint: Checkpoint, engine: str) -> None:
     with instead."""
     config, dspark = checkpoint.config, checkpoint.method == "dspark"
     sglang, anchor = engine == "sglang", config.sample_from_anchor
-    count = config.selector_top_k
+    count, layers = config.selector_top_k, checkpoint.info.num_layers
+    last = base.without_last(checkpoint.drafter.needs.taps, layers, engine)
     refusals = (
+        (bool(last), last, f"head.taps below {layers}, or serve it with vLLM"),
         (
             checkpoint.method == "lilicorr" and (count > MOST_CANDIDATES or count & (count - 1)),
             f"it orders {count} candidates per slot, and the engine takes a power of two of at "
@@ -293,7 +296,7 @@ def require_expressible(checkpoint: Checkpoint, engine: str) -> None:
     )
     for applies, what, instead in refusals:
         if applies:
-            raise base.refuse(what, "SGLang" if sglang else "vLLM", f"Train with {instead}.")
+            raise base.refuse(what, NAMES.get(engine, engine), f"Train with {instead}.")
 
 
 def place_mask(written: Written, mask: Tensor, token: int, method: str, target: Target) -> None:

@@ -107,6 +107,9 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     if taps[0] == 0:
         what = "it reads the embeddings (tap 0), which has no number among SGLang's layer ids"
         raise base.refuse(what, "an engine", "Train with head.taps of 1 and more.")
+    if reason := base.without_last(taps, info.num_layers, options.engine):
+        instead = f"Train with head.taps below {info.num_layers}, or serve it with vLLM."
+        raise base.refuse(reason, "SGLang", instead)
     check_vocabulary(ours, info.vocab_size)
     described = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLMEagle3"],

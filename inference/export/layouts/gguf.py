@@ -64,7 +64,9 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
     """The file of a distilled, EAGLE-3, DFlash or DSpark drafter; raises `UserError` for features
     that llama.cpp lacks."""
     options = replace(options, engine="vllm")
-    method = checkpoint.method
+    method, layers = checkpoint.method, checkpoint.info.num_layers
+    if reason := base.without_last(checkpoint.drafter.needs.taps, layers, ENGINE):
+        raise _refuse(reason, f"head.taps below {layers}")
     if method == "distilled":
         found = causal.write(checkpoint, target, options)
         architecture = str(found.config["model_type"])

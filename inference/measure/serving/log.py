@@ -107,7 +107,9 @@ class WindowLog:
         if record is None or not set(record.prompts) <= {prompt.id for prompt in prompts}:
             return None
         _, _, _, concurrency, repeat, number = place
+        units = {prompt.id: prompt.unit for prompt in prompts}
+        asked = [units[name] for name in record.prompts]
         for side, part in zip(sides, record.parts, strict=True):
             measured = (part.answers, part.seconds, part.counted)
-            side.windows.append(Window(group, concurrency, repeat, number, *measured))
+            side.windows.append(Window(group, concurrency, repeat, number, asked, *measured))
         return record

@@ -270,10 +270,11 @@ class _Session:
             return
         while kept := self.fitting(prompts):
             bodies = [self.body(prompt) for prompt in kept]
+            units = [prompt.unit for prompt in kept]
             measured, refused = list[Side](), set[str]()
             for side in sides:
                 try:
-                    await side.measure(group, bodies, rows, repeat, number)
+                    await side.measure(group, bodies, rows, repeat, number, units)
                     measured.append(side)
                 except OverlongWindowError as error:
                     refused |= {kept[place].id for place in error.places}

@@ -3,8 +3,10 @@ token, time per token, and their intervals.
 
 Every mean is a ratio of sums. Intervals are 95% bootstrap percentiles over units. The units are
 prompts if each response, or the times of its pieces, gives the acceptance. They are windows if the
-server's counters give it, and for tokens/s. Repeats of a unit are summed. Times to the first token
-are those of the first repeat, because later ones may use a prefix cache.
+server's counters give it, and for tokens/s. The turns of a conversation, and the lengths of a
+prompt, depend on one another: they are one unit, and windows that share one are one unit too.
+Repeats of a unit are summed. Times to the first token are those of the first repeat, because later
+ones may use a prefix cache.
 
 Legend: U units, R resamples, K drafted positions.
 """
@@ -66,18 +68,29 @@ def place_of(window: Window) -> Hashable:
     return group.domain, group.first, group.end, window.concurrency, window.number
 
 
+def units_of(windows: Sequence[Window]) -> dict[Hashable, str]:
+    """Place -> unit; places with prompts of one unit are one, also by way of others."""
+    joined: dict[str, str] = {}
+    for one in windows:
+        found = {joined.setdefault(unit, unit) for unit in one.units}
+        first = min(found)
+        joined |= {unit: first for unit, name in joined.items() if name in found}
+    return {place_of(one): joined[one.units[0]] for one in windows}
+
+
 def accepted_by(side: Side, windows: Sequence[Window]) -> list[tuple[Hashable, Acceptance]]:
     """The accepted tokens by unit."""
     if side.source == COUNTERS:
-        return [(place_of(one), one.counted) for one in windows if one.counted is not None]
+        units = units_of(windows)
+        return [(units[place_of(one)], one.counted) for one in windows if one.counted is not None]
     if side.source not in (RESPONSES, CHUNKS):
         return []
     found: list[tuple[Hashable, Acceptance]] = []
     for window in windows:
-        for number, answer in enumerate(window.answers):
+        for unit, answer in zip(window.units, window.answers, strict=True):
             counted = estimate(answer) if side.source == CHUNKS else told(answer)
             if counted is not None:
-                found.append(((place_of(window), number), counted))
+                found.append((unit, counted))
     return found
 
 
@@ -142,8 +155,9 @@ def _cell(
     windows = [one for one in side.windows if chosen(one)]
     answers = [answer for one in windows for answer in one.answers]
     speed = speed_of(windows)
-    fresh = [answer for one in windows if one.repeat == 0 for answer in one.answers]
-    firsts = np.array([MILLI * answer.first_token for answer in fresh])
+    fresh = [one for one in windows if one.repeat == 0]
+    firsts = np.array([MILLI * answer.first_token for one in fresh for answer in one.answers])
+    asked = [unit for one in fresh for unit in one.units]
     each = per_token(windows)
     content: dict[str, Any] = {
         "concurrency": rows,
@@ -151,7 +165,7 @@ def _cell(
         "first": first,
         "end": end,
         "requests": len(answers),
-        "windows": len(speed.top),
+        "windows": len({place_of(one) for one in windows}),
         "prompt_tokens": divide(sum(answer.prompt_tokens for answer in answers), len(answers)),
         "tokens": sum(answer.tokens for answer in answers),
         "seconds": float(speed.bottom.sum()),
@@ -159,7 +173,7 @@ def _cell(
         "tokens_per_second": speed.ratio,
         "tokens_per_second_ci95": speed.interval(seed),
         "first_token_ms": float(np.median(firsts)),
-        "first_token_ms_ci95": median_interval(firsts, seed),
+        "first_token_ms_ci95": median_interval(firsts, asked, seed),
         "first_token_ms_p99": float(np.percentile(firsts, 99)),
         "token_ms": each.ratio,
         "token_ms_ci95": each.interval(seed),
@@ -173,30 +187,33 @@ def _cell(
 
 
 def speed_of(windows: Sequence[Window]) -> Sums:
-    """Tokens and seconds by place."""
+    """Tokens and seconds by unit."""
+    units = units_of(windows)
     pairs = [
-        (place_of(one), float(sum(answer.tokens for answer in one.answers)), one.seconds)
+        (units[place_of(one)], float(sum(answer.tokens for answer in one.answers)), one.seconds)
         for one in windows
     ]
     return collect(pairs)
 
 
 def per_token(windows: Sequence[Window]) -> Sums:
-    """Milliseconds after the first token, and tokens after it, by prompt."""
+    """Milliseconds after the first token, and tokens after it, by unit."""
     pairs = [
-        ((place_of(one), number), MILLI * answer.decoding, answer.tokens - 1.0)
+        (unit, MILLI * answer.decoding, answer.tokens - 1.0)
         for one in windows
-        for number, answer in enumerate(one.answers)
+        for unit, answer in zip(one.units, one.answers, strict=True)
     ]
     return collect(pairs)
 
 
-def median_interval(values: Floats, seed: int) -> tuple[float, float] | None:
-    """95% interval of the median over resampled values [U]; None for fewer than `LEAST_UNITS`."""
-    if len(values) < LEAST_UNITS:
+def median_interval(values: Floats, units: Sequence[str], seed: int) -> tuple[float, float] | None:
+    """95% interval of the median of values over resampled units, those of the values; None for
+    fewer than `LEAST_UNITS`."""
+    names, places = np.unique(np.array(units), return_inverse=True)
+    if len(names) < LEAST_UNITS:
         return None
-    drawn = np.random.default_rng(seed).integers(0, len(values), (2000, len(values)))
-    return middle95(np.median(values[drawn], axis=1))
+    weights = resample_weights(len(names), seed).astype(int)[:, places]
+    return middle95(np.array([np.median(np.repeat(values, times)) for times in weights]))
 
 
 def largest_gap(answers: Sequence[Answer]) -> float:

@@ -86,12 +86,14 @@ class Group:
 @dataclass(frozen=True)
 class Window:
     """One measured window: its place (the same prompts have the same place at every server), the
-    answers in the order of its prompts, its total seconds, and its counts."""
+    units of its prompts (`Prompt.unit`), the answers in their order, its total seconds, and its
+    counts."""
 
     group: Group
     concurrency: int
     repeat: int
     number: int
+    units: Sequence[str]
     answers: list[Answer]
     seconds: float
     counted: Acceptance | None
@@ -219,10 +221,11 @@ class Side:
         concurrency: int,
         repeat: int,
         number: int,
+        units: Sequence[str],
     ) -> None:
-        """Measure a window and keep it; raises `OverlongWindowError`."""
+        """Measure a window and keep it; raises `OverlongWindowError`. units: of its prompts."""
         where = f"domain '{group.domain}', concurrency {concurrency}"
-        given = (group, bodies, concurrency, repeat, number)
+        given = (group, bodies, concurrency, repeat, number, units)
         self.windows.append(await self.patiently(where, self._window, *given, of_window=True))
 
     async def _window(
@@ -232,6 +235,7 @@ class Side:
         concurrency: int,
         repeat: int,
         number: int,
+        units: Sequence[str],
     ) -> Window:
         before, limit = await self._look(), asyncio.Semaphore(concurrency)
         if self.doubtful:
@@ -259,7 +263,7 @@ class Side:
         if len(answers) < len(outcomes):
             raise OverlongWindowError([at for at, one in enumerate(outcomes) if one is None])
         self._require_as_chosen(answers, counted)
-        return Window(group, concurrency, repeat, number, answers, seconds, counted)
+        return Window(group, concurrency, repeat, number, units, answers, seconds, counted)
 
     async def _samples(self) -> list[Sample] | None:
         """The server's metrics. None if it has none or shows them to nobody; only a server whose

@@ -21,7 +21,7 @@ from scripts.run.folder import stage_folder
 from scripts.run.process import shown
 from scripts.stages.loop.steps import Step, derive_generation, derive_measurements, hold_out_benches
 from train.data.answers import USES, held_out_prompts
-from train.data.config import SourceConfig
+from train.data.config import DataConfig, SourceConfig
 from train.feedback.config import FeedbackConfig
 from train.generate.sampling import backend_of
 
@@ -145,7 +145,7 @@ class RoundPlan:
         """Answers to this round's prompts, with the previous round's drafter (empty: plain
         decoding). hard: prompts to answer again."""
         found = self.answering(number, drafter, records)
-        found = self.change(number, found, "data", **self.prompts(number, hard))
+        found = found.put(data=self.prompts(number, hard, found.data))
         return Step(f"round {number}: generate", found)
 
     def hold_out(self, settings: Settings) -> Settings:
@@ -185,26 +185,30 @@ class RoundPlan:
         found = self.answering(number, drafter, True)
         path = str(self.made_prompts(number, switch))
         whole = {"name": None, "mixture": (), "limit": None, "shuffle": False, "share": (0, 1)}
-        data: Any = {"path": path, **whole, **TOKEN_ROWS}
+        # branches differ in a token or two, and their file has none twice
+        data: Any = {"path": path, "deduplicate": "none", **whole, **TOKEN_ROWS}
         if number == 0:
             found = self.hold_out(found)
         run = replace(found.run, root=str(self.folder(number)), name=switch)
         found = found.put(data=replace(found.data, **data), run=run)
         return Step(f"round {number}: generate from {switch}", found)
 
-    def prompts(self, number: int, hard: Path | None) -> dict[str, object]:
-        """The values of `data` that choose a round's prompts: its share, and `hard` ones."""
-        data, share = self.generate.data, (number, self.settings.loop.rounds)
-        if not data.mixture and hard is None:
-            return {"share": share} if self.shares else {}
+    def prompts(self, number: int, hard: Path | None, data: DataConfig) -> DataConfig:
+        """`data` with a round's prompts: its share of them, and `hard` ones."""
         sources = [source_of(item) for item in data.sources]
-        if self.shares:
+        own = parse(self.settings.loop.round.own_overrides(number))
+        if self.shares and all(item.key_or_group != "data.share" for item in own):
+            share = (number, self.settings.loop.rounds)
             sources = [replace(item, share=share) for item in sources]
+        if not data.mixture and hard is None:
+            return replace(data, share=sources[0].share)
         if hard is not None:
-            own: Any = TOKEN_ROWS
-            sources.append(SourceConfig(path=str(hard), **own))
-        single: dict[str, object] = {} if data.mixture else {"path": "", "limit": None}
-        return {**single, "mixture": tuple(sources)}
+            form: Any = TOKEN_ROWS
+            sources.append(SourceConfig(path=str(hard), **form))
+        # what was said of the only source is now said of the first of several
+        usual = {item.name: item.default for item in fields(SourceConfig) if item.name != "seed"}
+        single: dict[str, Any] = {} if data.mixture else usual
+        return replace(data, **single, mixture=tuple(sources))
 
     def training_step(self, number: int, answers: Path, start: str, on_policy: bool) -> Step:
         """The training on `answers` from checkpoint `start` (empty: as the recipe begins)."""

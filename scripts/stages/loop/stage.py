@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.target.model import TargetModel
 from inference.writers import only_writer
 from scripts.config.schema import Settings
+from scripts.run import drafters
 from scripts.run.drafters import SWEPT, list_trained
 from scripts.run.folder import stage_folder
 from scripts.run.process import console
@@ -101,7 +101,7 @@ def check_drafts(measures: Sequence[Step], trainings: Sequence[Step]) -> None:
     trained = [stage_folder(step.settings).name.partition(SWEPT)[0] for step in trainings]
     for step in measures:
         config = step.settings.measure
-        named = [Path(name).name for name in config.drafters]
+        named = [name if name in trained else drafters.name_of(name) for name in config.drafters]
         own = named or [*trained, *list_trained(step.settings.run)]
         require_measured(config, [*dict.fromkeys(own), *config.kinds])
 

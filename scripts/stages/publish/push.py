@@ -9,6 +9,7 @@ headstart push run.name=demo run.drafter=all push.repo=user/@drafter-for-target
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,9 +42,14 @@ def run(settings: Settings) -> None:
         by_engine = {path.parent.name: path.parent for path in exports}
         for folder in by_engine.values():
             require_no_link(folder, settings.run.directory)
-        config = replace(settings.push, repo=repo.replace(DRAFTER, found.name))
+        config = replace(settings.push, repo=repo.replace(DRAFTER, plain_name(found.name)))
         sources = Sources(found.folder, reports, by_engine)
         push(config, sources, run.directory / "push" / found.name)
+
+
+def plain_name(name: str) -> str:
+    """A drafter's name without the characters that the Hub refuses in a repository's name."""
+    return re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
 
 
 def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:

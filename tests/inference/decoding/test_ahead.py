@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from heads.api.checkpoint import save_drafter
 from heads.api.drafter import Proposal, TargetStates
 from heads.api.errors import UserError
 from heads.api.state import Snapshot, state_tensors
@@ -85,9 +87,10 @@ def test_rules_that_weigh_drafts_see_the_same_drafts(rule: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [*TOKENS_ALONE, "cascade"])
-def test_every_kind_that_drafts_from_tokens_alone_can(recipe: str) -> None:
+def test_every_kind_that_drafts_from_tokens_alone_can(recipe: str, tmp_path: Path) -> None:
     target, items = random_target(), requests(4, new=30)
-    parts = ({"kind": "ngram"}, {"kind": "distilled", **CLOSE})
+    save_drafter(close_drafter(target), tmp_path, target.info)
+    parts = ({"kind": "ngram"}, {"checkpoint": str(tmp_path)})
     changes = {"parts": parts} if recipe == "cascade" else {}
     drafter = build(recipe, target, changes=changes)
     engine = Engine(target, drafter, DecodeConfig(depth=3, batch_size=2, ahead=True))

@@ -210,6 +210,23 @@ def test_drafts_that_cannot_be_verified_together_are_refused() -> None:
     require_alike(Proposal(ids, tree), weighed, False)
 
 
+def test_a_row_is_verified_in_the_tree_of_its_own_drafter() -> None:
+    """Of two static trees with as many nodes and levels: a cascade joins others than it is asked
+    for."""
+    first, second = (
+        Proposal(torch.arange(4)[None] + base, TokenTree.from_choices(choices))
+        for base, choices in ((0, [[0], [1], [0, 0]]), (10, [[0], [1], [1, 0]]))
+    )
+    require_alike(first, second, False)
+    pair = DrafterPair(*([drafter_of("ngram", random_target())] * 2), 20, odd)
+    for rows in ([True], [False, True]):
+        found = pair._select(first, second, torch.tensor(rows), False)
+        assert found.tokens[-1].tolist() == second.tokens[0].tolist()
+        assert found.tree.parents[-1].tolist() == second.tree.parents[0].tolist()
+        assert torch.equal(found.tree.ancestors[-1], second.tree.ancestors[0])
+    assert found.tree.parents[0].tolist() == first.tree.parents[0].tolist()
+
+
 def test_a_pair_reads_what_both_read_and_gives_each_its_own() -> None:
     target = random_target()
     seen: list[Any] = []

@@ -13,6 +13,7 @@ from heads.api.kinds import kind_names
 from inference.decoding import placement
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.decoding.pair import DrafterPair
 from inference.decoding.placement import PlacedDrafter, weights_on
 from inference.decoding.requests import Completion
 from inference.decoding.sampling.distribution import SamplingSettings
@@ -53,6 +54,20 @@ def test_a_placed_drafter_drafts_what_it_drafts_in_place(
     alone = decode(target, drafter_of(kind, target), config, items)
     moved = decode(target, placed(drafter_of(kind, target)), config, items)
     assert outcome(moved) == outcome(alone)
+
+
+def test_the_memory_of_a_placed_drafter_and_of_a_pair_is_counted() -> None:
+    target = random_target()
+    eagle, medusa = (drafter_of(kind, target) for kind in ("eagle3", "medusa"))
+
+    def counted(drafter: Any) -> int:
+        return Engine(target, drafter).memory_bytes()["drafter"]
+
+    both = counted(eagle) + counted(medusa)
+    assert 0 < counted(eagle) < both
+    assert counted(placed(eagle)) == counted(eagle)
+    pair = DrafterPair(placed(eagle), medusa, target.info.vocab_size, lambda request: False)
+    assert counted(pair) == both
 
 
 def test_rules_that_weigh_drafts_get_their_probabilities_back() -> None:

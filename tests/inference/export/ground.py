@@ -84,6 +84,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fastmtp_wide": ("mtp", {"shared": True, "depths": 3, "intermediate_size": 96}),
     "dflash": ("dflash", BLOCK),
     "dflash_token": ("dflash", {**BLOCK, "mask_token_id": 3}),
+    "dflash_last": ("dflash", {**BLOCK, "taps": (1, 3, 6), "mask_token_id": 3}),
     "jetspec": ("dflash", {**BLOCK, "in_block": "causal"}),
     "dflash2": ("dflash", {**BLOCK, "dependency": "selector", "convolution": True}),
     "dflash2_token": (

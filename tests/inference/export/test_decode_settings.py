@@ -101,6 +101,10 @@ def test_the_settings_of_a_tuning_or_of_simulated_traffic_go_along(
             assert notes.speculative_config["num_speculative_tokens"] == (
                 4 if engine == "vllm" else 2
             )
+    swept = save(target, "eagle3_plain", tmp_path / "train" / "mine@0.01" / "best")
+    given = str(tmp_path / "traffic.json")  # which has a sweep's drafter under its row's name
+    notes = write(target, swept, tmp_path / "swept", "vllm", settings=given)
+    assert notes.decode_settings == lengths
     other = save(target, "eagle3_plain", tmp_path / "train" / "third" / "best")
     with pytest.raises(UserError, match=r"has no settings of vllm for 'third'.* mine, other"):
         write(target, other, tmp_path / "no", "vllm", settings=str(tmp_path / "traffic.json"))

@@ -148,7 +148,8 @@ def test_formats_of_numbers(target: TargetModel, tmp_path: Path) -> None:
     [
         ("eagle3", "EAGLE-3 has no norm per tapped layer"),
         ("eagle3_other", "EAGLE-3 passes on the state before the last norm"),
-        ("eagle3_taps", r"no norm per tapped layer"),
+        ("eagle3_taps", r"last layer \(tap 6\), which vLLM alone gives"),
+        ("dflash_last", r"last layer \(tap 6\), which vLLM alone gives"),
         ("peagle", "no architecture"),
         ("medusa", "no architecture"),
         ("dflash2", "DFlash and DSpark are written alone"),

@@ -308,6 +308,14 @@ def test_layers_that_both_engines_read_differently_are_told(
     )
 
 
+def test_a_state_that_an_engine_does_not_give_is_told(target: TargetModel, tmp_path: Path) -> None:
+    def change(config: Config, weights: Weights) -> None:
+        config["dflash_config"]["target_layer_ids"] = [0, 2, 5]
+
+    found = planted(target, tmp_path, "dflash_token", change, engine="sglang")
+    assert any("after the target's last layer (tap 6)" in fault for fault in found.faults)
+
+
 def test_a_medusa_without_a_head_per_depth_is_told_before_anything_is_served(
     target: TargetModel, tmp_path: Path
 ) -> None:

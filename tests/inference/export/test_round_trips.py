@@ -134,6 +134,9 @@ def method_of(name: str) -> str:
 
 
 REFUSED = {
+    ("eagle3_taps", "sglang"): r"last layer \(tap 6\), which vLLM alone gives",
+    ("dflash_last", "sglang"): r"last layer \(tap 6\), which vLLM alone gives",
+    ("dflash_last", "transformers"): r"last layer \(tap 6\), which vLLM alone gives",
     ("dflash", "sglang"): "head.mask_token_id",
     ("dflash", "speculators"): "head.mask_token_id",
     ("dflash", "transformers"): "head.mask_token_id",

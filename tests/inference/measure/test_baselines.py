@@ -28,6 +28,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.structured.constraint import Constraint
 from inference.measure.baselines import BaselinesConfig, make_peers, write_llama
 from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt, to_requests
@@ -191,6 +192,36 @@ def test_what_cannot_be_compared_is_refused(target: TargetModel, arms: list[Arm]
         BaselinesConfig(transformers=("asisted",))
     with pytest.raises(UserError, match=r"bench\.baselines\.lookup_tokens must lie in \[1, 1024\]"):
         BaselinesConfig(lookup_tokens=0)
+
+
+def test_the_sampling_settings_in_a_targets_files_are_not_used(
+    arms: list[Arm], tmp_path: Path
+) -> None:
+    folder = save_random_target(tmp_path / "own", tiny_tokenizer("marked"))
+    settings = folder / "generation_config.json"
+    own = json.loads(settings.read_text()) if settings.is_file() else {}
+    settings.write_text(json.dumps({**own, "repetition_penalty": 3.0, "suppress_tokens": [5, 6]}))
+    target = TargetModel.load(TargetConfig(str(folder), device="cpu"))
+    (peer,) = make_peers(BaselinesConfig(transformers=("generate",)), target, arms)
+    for request in to_requests(prompts(), target.tokenizer, DECODE):
+        assert peer.answer(request)[0] == next(Engine(target, None, DECODE).run([request])).tokens
+
+
+@pytest.mark.parametrize("wanted", [{"transformers": ("generate",)}, {"vllm_python": "python"}])
+def test_settings_that_other_loops_do_not_take_are_refused(
+    target: TargetModel, arms: list[Arm], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BaselinesConfig(**wanted)
+    for name, value in (("repetition_penalty", 1.2), ("logit_bias", ((5, 1.0),))):
+        arm = replace(arms[0], decode=replace(DECODE, **{name: value}))
+        with pytest.raises(UserError, match=f"do not take decode.{name}, and"):
+            make_peers(config, target, [arm])
+    follows = Request(0, (5,), 1, 4, constraint=Constraint("regex", "a"))
+    with pytest.raises(UserError, match="do not take json_schema of prompts, and"):
+        make_peers(config, target, arms, [follows])
+    monkeypatch.setattr(target, "loading", {"quantization": "bnb-4bit"})
+    with pytest.raises(UserError, match=r"do not take target\.quantization, and"):
+        make_peers(config, target, arms)
 
 
 # VLLM: the adapter, against a package that answers as vLLM does

@@ -46,6 +46,12 @@ def test_a_folder_has_one_file_per_domain(tmp_path):
     assert load_prompts([tmp_path / "explain.jsonl"]) == load_prompts(tmp_path)[2:]
 
 
+def test_an_id_of_null_is_none(tmp_path):
+    rows = [{"id": None, "prompt": "a"}, {"id": None, "prompt": "b"}, {"id": 0, "prompt": "c"}]
+    found = load_prompts(write(tmp_path / "x.jsonl", rows))
+    assert [prompt.id for prompt in found] == ["x-1", "x-2", "0"]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [

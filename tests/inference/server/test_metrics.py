@@ -33,6 +33,9 @@ def test_the_numbers_add_up(engine: Engine) -> None:
         refused = httpx.post(f"{running.base}/v1/completions", json={"model": MODEL})
         text = httpx.get(f"{running.base}/metrics")
         found = running.metrics()
+        version = httpx.get(f"{running.base}/version").json()["version"]
+    (info,) = (name for name in found if name.startswith("headstart_info{"))
+    assert f'version="{version}"' in info
     assert refused.status_code == 400
     assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "_created" not in text.text

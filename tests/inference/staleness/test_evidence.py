@@ -3,11 +3,17 @@ is true."""
 
 from __future__ import annotations
 
+import copy
+import json
+from dataclasses import asdict
 from math import log
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from heads.api.errors import UserError
+from inference.measure.answers import FINAL_FILE, Record
 from inference.staleness.evidence import (
     EDGE,
     SHARES,
@@ -20,6 +26,8 @@ from inference.staleness.evidence import (
     ratio,
     shift_below,
 )
+from inference.staleness.reference import from_report
+from tests.inference.example_report import REPORT
 from tests.inference.staleness.answers import DEPTH, MOST, acceptance, draw
 
 GRID = Grid(DEPTH)
@@ -110,3 +118,22 @@ def test_shifts_are_ratios() -> None:
     assert ratio(shift_below(1.0)) == 1.0
     values = GRID.values
     assert values[-1] == DEPTH and values[1] / values[0] == pytest.approx(1.0 + STEP)
+
+
+def test_a_measurement_gives_the_prompts_that_a_watch_decodes(tmp_path: Path) -> None:
+    """Not the further turns of a conversation, nor prompts behind others."""
+    content, place = copy.deepcopy(REPORT), tmp_path / "report.json"
+    content["run"]["prompts"] = {"domains": dict.fromkeys(("a", "a/2", "b/2"), "chat")}
+    place.write_text(json.dumps(content), encoding="utf-8")
+    passes = {"a": (2, 1), "a/2": (4, 4), "b/2": (0,)}  # the last one is no turn of another
+    records = [
+        asdict(Record("eagle3", name, 0, [1], [(kept, kept + 1, True) for kept in own], {}))
+        for name, own in passes.items()
+    ]
+    lines = [json.dumps(one) for one in ({"fingerprint": "x"}, *records)]
+    (tmp_path / FINAL_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert from_report(place, "a" * 64).tallies["chat"].answers == [[2, 1], [0]]
+    content["run"]["bench"] = {"contexts": [512]}
+    place.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match=r"measured with bench\.contexts=\[512\]"):
+        from_report(place, "a" * 64)

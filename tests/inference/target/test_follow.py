@@ -13,6 +13,7 @@ from heads.api.adapter import Updates
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
+from inference.decoding.session import Session
 from inference.target.merged import merge
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import decode, requests
@@ -256,6 +257,21 @@ def test_weights_do_not_change_under_a_run() -> None:
     other.follow(policy())  # knows nothing of that run
     with pytest.raises(UserError, match="while requests run"):
         next(run)
+
+
+def test_weights_do_not_change_under_a_sessions_requests() -> None:
+    target = random_target()
+    engine, version = Engine(target, None, PLAIN), target.version
+    with Session(engine, 60) as session:
+        session.add(requests()[0])
+        session.step()
+        with pytest.raises(UserError, match="while requests run"):
+            engine.follow(policy())
+        assert target.version == version
+        session.cancel(requests()[0].index)
+        while session.unfinished:
+            session.step()
+        engine.follow(policy())
 
 
 def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -40,6 +40,13 @@ def test_requests_are_put_in_order_and_start_at_zero(tmp_path: Path) -> None:
     assert read(tmp_path, '{"timestamp": 5.5, "prompt_tokens": 1}')[0].time == 0.0
 
 
+def test_a_prompt_may_hold_any_separator_but_the_lines_end(tmp_path: Path) -> None:
+    rows = [{"timestamp": 0, "prompt_tokens": 3, "domain": "a\u2028b\x85c"}]
+    rows += [{"timestamp": 1, "prompt_tokens": 2}]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    assert [one.prompt for one in read(tmp_path, text, answer_tokens=4)] == [3, 2]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -16,6 +16,7 @@ import yaml
 from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.measure.prompts import load_prompts
 from inference.tune.layer_search import (
     Chosen,
     SearchConfig,
@@ -25,6 +26,7 @@ from inference.tune.layer_search import (
     parts_of,
     search_layers,
 )
+from scripts.tools.common import VALIDATION
 from scripts.tools.search_layers import main, settings
 from tests.inference.decoding.test_lossless import requests
 from tests.models import random_target
@@ -196,11 +198,13 @@ def test_the_script_writes_a_recipe_that_builds(tmp_path: Path, extra: list[str]
     assert main([*asked, "--out", str(tmp_path), *extra]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["trials"]) == 5
+    # a measurement has other prompts
+    assert set(report["searched_on"]) <= {prompt.id for prompt in load_prompts(VALIDATION)}
     assert set(report["held_out"]) == {"found", "evenly spread", "first layers"}
     costs = [row["cost"] for row in report["held_out"].values()]
     if "--sublayers" not in extra:  # halves of layers may cost less than any whole one
         assert max(costs) <= costs[0] + 1e-4, "compared at no higher cost"
-    (recipe,) = tmp_path.glob("*.yaml")
+    (recipe,) = (tmp_path / "head").glob("*.yaml")  # as HEADSTART_CONF finds it
     values = yaml.safe_load(recipe.read_text())
     kind = values.pop("kind")
     assert recipe.stem == f"{kind}_layers" and all(values.values())

@@ -47,6 +47,9 @@ def test_a_replay_takes_the_passes_of_decoding(kind: str, temperature: float) ->
         assert {row: [p.accepted for p in passes] for row, passes in found.items()} == {
             row: [p.accepted for p in passes] for row, passes in expected.items()
         }
+        assert {row: [p.rejected for p in passes] for row, passes in found.items()} == {
+            row: [p.rejected for p in passes] for row, passes in expected.items()
+        }
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "distilled"])

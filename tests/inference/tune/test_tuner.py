@@ -29,7 +29,7 @@ from inference.target.model import TargetModel
 from inference.tune.confidence import CANDIDATES, best_threshold, speeds
 from inference.tune.config import TuneConfig
 from inference.tune.costs import StepCosts, TimedRun
-from inference.tune.survey import Survey, decoded
+from inference.tune.survey import Survey, Task, decoded, survey
 from inference.tune.tuner import (
     PREDICTION_ERROR,
     DraftSpeed,
@@ -42,6 +42,8 @@ from inference.tune.tuner import (
     representatives,
 )
 from inference.tune.workload import batch_steps
+from tests.heads.recipes import build
+from tests.inference.decoding.structured.parts import asked, structured_target
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.models import VOCAB, random_target
 
@@ -167,6 +169,32 @@ def test_the_steps_of_a_survey_are_those_of_decoding(
         assert steps.tokens == sum(len(done.tokens) - 1 for done in turn.completions)
         if draft.family == "adaptive":
             assert steps.mean_nodes == batch_steps(answers_of(turn), 3).mean_nodes
+
+
+def test_drafts_without_the_targets_noise_are_decoded(target: TargetModel) -> None:
+    heats, changes = (1.0,), {"nodes": (), "thresholds": (), "depths": (2,)}
+    tuner = tuner_of(
+        target, "distilled", DecodeConfig(share_noise=False), temperatures=heats, **changes
+    )
+    found, chain = tuner.survey(1.0), Draft("chain", 2)
+    (block,) = tuner.task.blocks(3, 1)[:1]
+    turn = tuner.run([chain], 1.0, 3, [block])[chain][0]
+    assert found.steps(chain, [block], 3).steps == turn.steps
+
+
+def test_drafts_of_structured_answers_are_decoded() -> None:
+    """A grammar leads drafts, which a replay does not know of."""
+    target, config = structured_target(), TuneConfig(depths=(3,), nodes=(), thresholds=())
+    requests, drafter = tuple(asked(["schema"] * 3, new=24)), build("eagle3", target)
+    task = Task(requests, ("a", "b", "c"), ("", "", ""), 0)
+    decode, draft = DecodeConfig(max_new_tokens=24, batch_size=3), Draft("chain", 3)
+    found = survey(config, target, drafter, task, decode)
+    again = task.block_requests([[0, 1, 2]])[0]
+    done = sorted(
+        Engine(target, drafter, draft.on(decode)).run(again), key=lambda one: one.request.index
+    )
+    assert [one.passes for one in found.answers[draft]] == [one.passes for one in done]
+    assert not found.everywhere
 
 
 def test_a_drafter_that_remembers_has_not_answered_the_prompts_for_another_draft(

@@ -38,16 +38,21 @@ def test_names_that_are_given_stay() -> None:
         assert (item.name, item.group) == ("mine", "night")
 
 
-@pytest.mark.parametrize("changed", ["valid.jsonl", "start/model.safetensors"])
+@pytest.mark.parametrize(
+    "changed", ["valid.jsonl", "start/model.safetensors", "small/part-2.safetensors"]
+)
 def test_a_training_is_made_from_its_prompts_and_the_weights_that_it_starts_from(
     in_folder: Path, changed: str
 ) -> None:
     answers = Path("outputs/r/generate") / MANIFEST_FILE
-    for file in (answers, Path("valid.jsonl"), Path("start/model.safetensors")):
+    weights = ("start/model", "small/part-1", "small/part-2", "former/model")
+    given_files = [Path("valid.jsonl"), *(Path(f"{name}.safetensors") for name in weights)]
+    for file in (answers, *given_files):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("as it was")
     given = ["train.prompts=[valid.jsonl]", "train.refresh.init_from=start", "run.name=r"]
-    given += ["target.path=somewhere"]
+    given += ["target.path=somewhere", "head=distilled", "head.from_model=small"]
+    given += ["head.token_share=0.5", "head.reference=former"]
     settings = load_settings(STAGES["train"], parse(given))
     job = job_of(settings)
 
@@ -75,4 +80,4 @@ def test_a_training_is_made_from_its_prompts_and_the_weights_that_it_starts_from
     folder.record.write(job.out)
     assert opened(inputs_of(settings, job)).complete
     again = settings.put(run=replace(settings.run, overwrite=True))
-    assert len(inputs_of(again, job)) == 3
+    assert len(inputs_of(again, job)) == 6

@@ -96,6 +96,8 @@ def test_reasoning_is_kept_dropped_or_left_in_the_last_turn():
         TALK[3]["content"],
     ]
     assert without_thinking("opened by the prompt</think>\n\nyes") == "yes"
+    assert without_thinking("<think>hm</think>Close with </think>.") == "Close with </think>."
+    assert without_thinking("hm</think>yes <think>hm</think>and no") == "yes and no"
     assert without_thinking("a < b and no thought") == "a < b and no thought"
     with pytest.raises(BadRowError, match="nothing but reasoning"):
         apply_reasoning([{"role": "assistant", "content": "<think>x</think>"}], "drop")
@@ -256,6 +258,15 @@ def test_documents_are_cut_with_their_spans():
         fit_document(tokens, spans, 12, "skip")
     with pytest.raises(BadRowError, match="no answer is left"):
         fit_document(tokens, [(15, 20)], 12, "right")
+
+
+def test_kept_documents_fit_the_positions_of_the_target():
+    facts = target("chatml", CHATML, positions=90)
+    long = row([TALK[0], {"role": "assistant", "content": "word " * 100}])
+    with pytest.raises(BadRowError, match="longer than the target's max_position_embeddings=90"):
+        keep_answer(long, facts, DataConfig("-", max_tokens=100))
+    answer = keep_answer(long, facts, DataConfig("-", truncate="left"))
+    assert len(answer.tokens) == 90 and answer.cut > 0
 
 
 def test_cut_rows_are_counted():

@@ -89,6 +89,20 @@ def test_tools_stay_and_other_columns_are_named(tmp_path):
     assert found.describe() == "OpenAI messages (column 'messages'); not read: columns 'id', 'lang'"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_that_later_rows_bring_are_read(tmp_path, streaming):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    more = {"tools": [tool], "system_prompt": "Be brief.", "domain": "code"}
+    rows = [{"prompt": f"{number}?"} for number in range(101)]
+    late = [*source(tmp_path, *rows, {"prompt": "x", **more, "response": "y"}, streaming=streaming)]
+    assert [message["content"] for message in late[-1].messages] == ["Be brief.", "x", "y"]
+    assert (late[0].domain, late[-1].domain, late[-1].tools) == ("general", "code", (tool,))
+    rows = [{"tokens": [5, 6]}] * 101
+    marked = {"tokens": [5, 6, 7], "loss_mask": [0, 1, 1]}
+    spans = [row.spans for row in source(tmp_path, *rows, marked, streaming=streaming)]
+    assert spans[-2:] == [None, ((1, 3),)]
+
+
 def test_a_column_domain_is_used_unless_the_domain_is_given(tmp_path):
     rows = [{"prompt": "a", "domain": "support"}, {"prompt": "b", "domain": ""}]
     found = source(tmp_path, *rows)
@@ -147,7 +161,7 @@ def test_plain_text_is_text_unless_its_column_is_named(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_text_file_has_a_prompt_per_line(tmp_path, streaming):
-    (tmp_path / "prompts.txt").write_bytes("Hello!\n\n Why? \n\xff\n".encode("latin-1"))
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfHello!\n\n Why? \n\xff\n")
     found = list(Source(DataConfig(str(tmp_path / "prompts.txt"), streaming=streaming)))
     said = [row.messages[0]["content"] for row in found if isinstance(row, Row)]
     assert said == ["Hello!", "Why?"]

@@ -146,12 +146,34 @@ def test_held_out_prompts_are_found_whole_or_in_part():
 
 def test_prompts_of_every_form_are_held_out():
     message = {"role": "user", "content": "a question"}
-    assert texts_of(Prompt("p", "d", text="plain text")) == ["plain text"]
-    assert texts_of(Prompt("p", "d", messages=(message,), turns=("more",))) == [
+    assert texts_of(Prompt("p", "d", text="plain text"), str) == ["plain text"]
+    assert texts_of(Prompt("p", "d", messages=(message,), turns=("more",)), str) == [
         "a question",
         "more",
     ]
-    assert texts_of(Prompt("p", "d", tokens=(1, 2))) == []
+    assert texts_of(Prompt("p", "d", tokens=(1, 2)), str) == ["(1, 2)"]
+
+
+def test_prompts_of_token_ids_are_held_out(tmp_path):
+    """Prompts and rows as text or token ids, compared as text."""
+
+    def letters(tokens):
+        return "".join(map(chr, tokens))
+
+    question = text(5, 30)
+    held = jsonl(tmp_path / "held.jsonl", [{"id": "q", "tokens": list(map(ord, question))}])
+    paths = [
+        jsonl(tmp_path / "text.jsonl", [{"prompt": text(1)}, {"prompt": f"Please: {question}"}]),
+        jsonl(
+            tmp_path / "tokens.jsonl",
+            [{"tokens": list(map(ord, said))} for said in (text(1), f"Please: {question}")],
+        ),
+    ]
+    for number, path in enumerate(paths):
+        data = DataConfig(path, held_out=(held,))
+        index = load_held_out(data, letters)
+        found = ingest.ingest(data, tmp_path / str(number), index, letters)
+        assert found.report["left_out"] == {"it repeats a held-out prompt": 1}
 
 
 def test_rows_with_held_out_prompts_are_left_out_and_reported(tmp_path):
@@ -162,12 +184,12 @@ def test_rows_with_held_out_prompts_are_left_out_and_reported(tmp_path):
         [{"prompt": text(1)}, {"prompt": f"Please: {question}"}, {"prompt": text(2)}],
     )
     data = DataConfig(path, held_out=(held,))
-    found, reasons, _ = read(data, tmp_path / "in", load_held_out(data))
+    found, reasons, _ = read(data, tmp_path / "in", load_held_out(data, str))
     assert reasons == ["", "it repeats a held-out prompt", ""]
     assert found.report["held_out"]["counts"] == {held: 1}
     (example,) = found.report["held_out"]["examples"]
     assert (example["prompt"], example["source"]) == ("q", held)
-    assert load_held_out(DataConfig(path, held_out=(held,), decontaminate="none")) is None
+    assert load_held_out(DataConfig(path, held_out=(held,), decontaminate="none"), str) is None
 
 
 class StopError(Exception):
@@ -184,7 +206,7 @@ def test_an_interrupted_reading_continues_to_the_same_end(tmp_path, monkeypatch,
     data = DataConfig(
         path, deduplicate="near", held_out=(held,), streaming=True, shuffle=True, buffer=10
     )
-    index = load_held_out(data)
+    index = load_held_out(data, str)
     whole, reasons, expected = read(data, tmp_path / "whole", index)
     assert len(set(reasons)) == 4
 
@@ -219,7 +241,7 @@ def test_a_reading_whose_files_are_shorter_than_its_state_says_begins_again(
     data = DataConfig(
         jsonl(tmp_path / "p.jsonl", rows), deduplicate="near", held_out=(held,), reserve=reserve
     )
-    index = load_held_out(data)
+    index = load_held_out(data, str)
     whole, _, expected = read(data, tmp_path / "whole", index)
 
     def progress(count):

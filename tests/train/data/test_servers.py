@@ -496,3 +496,9 @@ def test_a_restart_does_not_use_up_the_patience_with_a_server():
     found = sample(standin, retries=4, backoff=0.05, concurrency=1)
     assert all(isinstance(outcome, Completion) for outcome in found.values())
     assert time.monotonic() - begun > 0.05 * (2 + 4 + 8), "the pauses doubled, request by request"
+
+
+def test_pauses_grow_to_a_limit_after_any_number_of_refusals():
+    pool = ServerPool.__new__(ServerPool)
+    pool.sampling = SamplingConfig(server="http://localhost:1", shape="none", backoff=0.5)
+    assert [pool._backoff(refusals) for refusals in (0, 3, 5000)] == [0.5, 4.0, 60.0]

@@ -218,6 +218,18 @@ def test_caps_and_ids_of_a_mixture(tmp_path):
     assert all(isinstance(row, Row) for row in found)
 
 
+def test_sources_of_equal_names_have_labels_of_their_own(tmp_path):
+    paths = []
+    for number, name in enumerate(("chat", "chat", "chat0")):
+        (tmp_path / str(number)).mkdir()
+        paths.append(jsonl(tmp_path / str(number) / f"{name}.jsonl", prompts(name, 1)))
+    assert Mixture(DataConfig(mixture=tuple(map(SourceConfig, paths)))).labels == [
+        "chat1",
+        "chat2",
+        "chat0",
+    ]
+
+
 def test_the_interval_is_evenly_filled_for_every_seed():
     for seed in (0, 1, 99):
         places = sorted(unit_interval(seed, index) for index in range(1000))
@@ -230,6 +242,8 @@ def test_the_interval_is_evenly_filled_for_every_seed():
         ({}, "data.path is missing"),
         ({"path": "a", "mixture": (SourceConfig("b"),)}, "exclude each other"),
         ({"mixture": (SourceConfig(),)}, "every source needs a path"),
+        ({"mixture": (SourceConfig("b"),), "shuffle": True}, "data.shuffle=True has no effect"),
+        ({"mixture": (SourceConfig("b"),), "domain": "code"}, "data.domain=code has no effect"),
         ({"path": "a", "weight": 0}, r"data.weight must lie in \[1e-09, "),
         ({"path": "a", "truncate": "middel"}, "Did you mean 'middle'"),
         ({"path": "a", "reasoning": "kep"}, "Did you mean 'keep'"),

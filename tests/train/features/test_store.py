@@ -35,6 +35,8 @@ from train.tracking.tracker import LOG_FILE, read_log
 
 LENGTH, SHARD_MIB = 64, 0.05
 EAGLE3 = ("eagle3", "eagle3", get_kind("eagle3").config_class(taps=(0, 1, 2)))
+TOKENS_ONLY = {"ce": 1.0, "kl": 0.0, "tv": 0.0}
+DFLASH = ("dflash", "dflash", get_kind("dflash").config_class(taps=(0, 1, 2), **TOKENS_ONLY))
 MEDUSA = ("medusa", "medusa", get_kind("medusa").config_class(num_heads=3))
 
 
@@ -185,6 +187,10 @@ def test_the_largest_logits_take_the_place_of_the_last_hidden_state(
     micro: Path, tmp_path: Path
 ) -> None:
     write(job(micro, tmp_path / "store", top_logits=8))
+    # a drafter that reads only taps continues the store with what it holds
+    for path in (index_path, shard_path):
+        path(tmp_path / "store", 0).unlink()
+    write(job(micro, tmp_path / "store", DFLASH))
     needs = FeatureSpec((0, 1, 2), last_hidden=True, logits=True)
     stored, online, loader = opened(micro, tmp_path / "store", needs, torch.float32, top_logits=8)
     assert read_plan(tmp_path / "store").identity.things() == ["tap.0", "tap.1", "tap.2", "top"]

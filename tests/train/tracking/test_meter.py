@@ -42,6 +42,14 @@ def test_a_step_is_added_to_what_earlier_sessions_spent() -> None:
     assert spent["peak_memory"] == figures["peak_memory"] > 2**20
 
 
+def test_device_seconds_count_the_processes_of_every_session() -> None:
+    spent = {"drafter": 2.0, "setup": 1.0}  # of a version that did not count them
+    for processes in (2, 1):
+        clock = Clock(Told(0, 10, 13))  # 3 s of each session
+        Meter(CPU, torch.float32, spent, clock=clock, main=False, processes=processes).take()
+    assert spent["device_seconds"] == 2 * (3 + 3) + 3
+
+
 def test_the_steps_that_run_uncompiled_do_not_depend_on_where_sessions_begin() -> None:
     """A step is counted by its number; a session uses the last session's count until then."""
     spent: dict[str, float] = {}

@@ -316,7 +316,7 @@ def write_features(
         device = f"cuda:{job.local_rank}"
     target = job.load(replace(job.target, device=device))
     needs = needs_of(job.heads, target.info)
-    form = job.features.form(target.info)
+    job.features.form(target.info)  # refuses numbers of logits that cannot be stored
     length = job.sequence_length
     data = PackedData.from_manifest(job.answers, target.info, length, domains=job.domains)
     precision = layout.precision_of(job.dtype, target.dtype)
@@ -348,6 +348,8 @@ def write_features(
     if missing_shards(job.folder, plan):
         with terminable(), running(job, target, stored) as (runner, rows):
             online = OnlineFeatures(runner, stored, job.dtype)
+            # what the store holds, which may be more than these drafters read
+            form = replace(job.features.form(target.info), top_logits=plan.identity.top_logits)
             given = (plan, data, order, online.batch, form, online.logits, rows, say)
             Writer(job.folder, *given).run()
     return finish_store(job.folder, plan, provenance)

@@ -36,7 +36,7 @@ from inference.engines.models import described, may_be_same, same_model
 from inference.manifest import write_json
 from inference.target.loading import TargetConfig
 from train.data.answers import SERVED
-from train.features.servers import FailureError
+from train.features.servers import FailureError, pause_after
 from train.generate.backends import protocols
 from train.generate.backends.protocols import BadAnswerError, Json, OpenAI, Protocol, SGLang
 from train.generate.sampling import SamplingConfig
@@ -255,7 +255,7 @@ class ServerPool:
         return UserError(f"{what}: {server.address}: {error}. {KEPT}")
 
     def _backoff(self, attempts: int) -> float:
-        return float(min(LONGEST_WAIT, self.sampling.backoff * 2**attempts))
+        return pause_after(attempts, self.sampling.backoff, LONGEST_WAIT)
 
     def _answer(self, server: Server, request: Request) -> Completion:
         body = server.protocol.request(request, self.sampling)

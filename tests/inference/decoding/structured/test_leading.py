@@ -14,14 +14,17 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.tree import TokenTree
 from inference.decoding.config import DecodeConfig
+from inference.decoding.engine import Engine
 from inference.decoding.execution import compiled
+from inference.decoding.placement import PlacedDrafter
 from inference.decoding.requests import Request
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
+from inference.decoding.session import Session
 from inference.decoding.step import Decoder
 from inference.decoding.structured.constraint import Constraint
-from inference.decoding.structured.grammars import Grammars
-from inference.decoding.structured.leading import NO_TOKEN, Lead, LedNoise, unpacked
+from inference.decoding.structured.grammars import Grammars, _reason
+from inference.decoding.structured.leading import NO_TOKEN, Lead, LedNoise, hide, unpacked
 from tests.heads.recipes import build
 from tests.inference.decoding.structured.parts import (
     CONSTRAINTS,
@@ -158,6 +161,42 @@ def test_led_drafts_are_accepted_more_often(shape: str, monkeypatch: pytest.Monk
     assert tokens(led) == tokens(unled)
     passes = [sum(len(done.passes) for done in found.values()) for found in (led, unled)]
     assert passes[0] < passes[1]
+
+
+def test_a_placed_drafter_and_those_of_a_pair_are_led_too() -> None:
+    items, target = asked(["schema"] * 4, new=24), structured_target()
+    config = DecodeConfig(batch_size=4, **ALL_SHAPES["chain"])
+    alone = decode(build("eagle3", target), config, items)
+    placed = PlacedDrafter(build("eagle3", target), "cpu", "cpu")
+    found = [decode(placed, config, items)]
+    with Session(Engine(target, build("eagle3", target), config), 64) as session:
+        session.pair_with(build("ngram", target), lambda request: False)
+        for item in items:
+            session.add(item)
+        ended = []
+        while session.unfinished:
+            ended += session.step()
+    found.append({done.request.index: done for done in ended})
+    for way in found:
+        assert tokens(way) == tokens(alone)
+        for index, done in alone.items():
+            assert [one.accepted for one in way[index].passes] == [
+                one.accepted for one in done.passes
+            ]
+
+
+def test_a_certain_draft_of_a_forbidden_token_keeps_its_probability() -> None:
+    """As a pair's drafter without probabilities gives it."""
+    logits = torch.full((2, 1, VOCAB), float("-inf"))
+    logits[:, :, 5] = 0.0
+    allowed = torch.zeros(2, 1, VOCAB, dtype=torch.bool)
+    allowed[0, 0, 7], allowed[1, 0, 5] = True, True
+    assert torch.equal(hide(logits, allowed), logits)
+
+
+def test_an_error_of_xgrammar_without_text_is_named() -> None:
+    assert _reason(RuntimeError()) == "RuntimeError"
+    assert _reason(RuntimeError("a.cc:7: no rule 'x'\nmore")) == "no rule 'x'"
 
 
 def test_traced_steps_draft_as_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
 from inference.measure.config import BenchConfig
 from inference.measure.prompts import Prompt
-from inference.measure.run import measure
+from inference.measure.run import draft_details, measure
 from inference.report.model import DraftFacts, parse_report
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -54,6 +55,31 @@ def written(
 def test_the_code_drafts_the_measured_number_of_nodes(shape: str) -> None:
     facts = DraftFacts(shape=shape, depth=6, nodes=26, weights_sha256=DIGEST)
     assert draft_code(facts, "match") == f'shape="{shape}", depth=6, nodes=26'
+
+
+@pytest.mark.parametrize(
+    ("decode", "label"),
+    [
+        (DecodeConfig(shape="dynamic", nodes=26, width=5), "dynamic 4 (26 nodes)"),
+        (
+            DecodeConfig(shape="dartree", nodes=26, width=12, candidates=32, depth_penalty=0.5),
+            "dartree 4 (26 nodes)",
+        ),
+        (DecodeConfig(depth=8, adaptive="confidence"), "chain 8 (confidence 0.3)"),
+        (
+            DecodeConfig(depth=2, adaptive="throughput", adaptive_lengths=(0, 2)),
+            "chain 2 (throughput; lengths 0, 2)",
+        ),
+    ],
+)
+def test_the_code_is_the_measured_draft(decode: DecodeConfig, label: str) -> None:
+    tree = decode.tree()
+    sizes: dict[str, Any] = {"depth": tree.max_depth, "nodes": tree.num_nodes}
+    facts = DraftFacts(shape=decode.shape, **sizes, **draft_details(decode))
+    assert facts.label == label
+    again = eval(f"DecodeConfig({draft_code(facts, 'match')})", {"DecodeConfig": DecodeConfig})
+    assert again.adaptive_settings() == decode.adaptive_settings()
+    assert replace(again, adaptive_threshold=decode.adaptive_threshold) == decode
 
 
 def test_what_a_card_quotes_is_text() -> None:

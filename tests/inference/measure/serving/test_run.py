@@ -14,7 +14,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
-from inference.engines.client import LONGEST_WAIT, Answer, asked_wait
+from inference.engines.client import LONGEST_WAIT, Answer, Endpoint, asked_wait
 from inference.engines.counters import Acceptance
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded
@@ -22,8 +22,8 @@ from inference.measure.metrics import resample_weights
 from inference.measure.prompts import Prompt
 from inference.measure.serving.config import ServingConfig
 from inference.measure.serving.run import measure_server, require_sent
-from inference.measure.serving.summary import estimate
-from inference.measure.serving.windows import told
+from inference.measure.serving.summary import cells, estimate, place_of, units_of
+from inference.measure.serving.windows import COUNTERS, RESPONSES, Group, Side, Window, told
 from inference.report.markdown import print_table, render
 from inference.report.model import Report, ServerCell, read_report
 from inference.report.page.render import write_page
@@ -215,6 +215,39 @@ def test_reports_show_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     print_table(report)
     said = capsys.readouterr().out
     assert f"with 2 clients ({whole.running:.1f} requests in progress on average)" in said
+
+
+@pytest.mark.parametrize("source", [RESPONSES, COUNTERS])
+def test_the_turns_of_a_conversation_are_one_unit(source: str) -> None:
+    """Seven more turns of ten conversations tell no more than the ten."""
+    config, rng = ServingConfig(), np.random.default_rng(0)
+    rates, group = rng.integers(2, 5, 10), Group("chat", 0, 512, ())
+    found = []
+    for turns in (1, 8):
+        side = Side(Endpoint("http://h", "bench.server", "X", 1.0), config, True, source=source)
+        for number in range(10 * turns):
+            rate = int(rates[number % 10])
+            said = {
+                "headstart": {"verify_passes": 20, "tau": rate, "accepted_drafts": 20 * rate - 20}
+            }
+            times = {"end": 1.0, "arrivals": [0.01 * rate, 1.0]}
+            answer = Answer("x", tokens=20 * rate + 1, prompt_tokens=5, last=said, **times)
+            counted = Acceptance(20.0, 20.0 * rate, 20.0 * (rate - 1))
+            unit = (f"c{number % 10}",)
+            side.windows.append(Window(group, 1, 0, number, unit, [answer], 1.0, counted))
+        found.append(cells(side, side, 0, compared=True)[0])
+    few, many = found
+    assert (few.units, many.units, few.windows, many.windows) == (10, 10, 10, 80)
+    for name in ("tau", "tokens_per_second", "first_token_ms", "token_ms", "speedup"):
+        interval = getattr(few, f"{name}_ci95")
+        assert interval == pytest.approx(getattr(many, f"{name}_ci95")), name
+
+
+def test_windows_that_share_a_conversation_are_one_unit() -> None:
+    group = Group("chat", 0, 512, ())
+    units = [("a", "b"), ("c", "d"), ("e",), ("d", "a")]
+    windows = [Window(group, 2, 0, at, unit, [], 1.0, None) for at, unit in enumerate(units)]
+    assert [units_of(windows)[place_of(one)] for one in windows] == ["a", "a", "e", "a"]
 
 
 def test_cells_claim_no_more_than_was_measured(
