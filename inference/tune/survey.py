@@ -238,7 +238,7 @@ def survey(
 ) -> Survey:
     """The passes of every draft on all prompts, at `decode.temperature`, under the rule that
     `decode.rule` selects for the draft's shape. Every draft decodes if answers follow a grammar,
-    which leads drafts, or if drafts are not drawn with the target's noise.
+    which leads drafts, or if the noise is not shared (`decode.share_noise=false`).
 
     Raises `UserError` for a drafter that learns from rejected nodes, which only decoding provides.
     """

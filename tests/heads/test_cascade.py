@@ -261,10 +261,10 @@ def test_second_choices_stand_beside_the_chain() -> None:
     "shape", [TokenTree.from_choices(TREE), DynamicShape(9, 3, 3)], ids=["tree", "dynamic"]
 )
 @torch.no_grad()
-def test_a_joined_tree_holds_what_each_part_drafts_alone(shape: Any) -> None:
+def test_a_joined_tree_holds_what_each_part_drafts_alone(shape: Any, tmp_path: Path) -> None:
     """With parts that read different taps: each must be told its own."""
     target = micro_target()
-    settings = [EARLY, {"kind": "eagle3", "taps": [1, 4]}, NGRAM]
+    settings = [EARLY, saved(target, "eagle3", tmp_path, taps=(1, 4)), NGRAM]
     drafter = cascade(target, *settings, mode="join", branches=(2, 1))
     shapes = split_shape(shape, (2, 1), torch.device("cpu"))
     parts = [(d, s) for d, s in zip(drafter.drafters, shapes, strict=True)]
@@ -285,9 +285,11 @@ def test_a_joined_tree_holds_what_each_part_drafts_alone(shape: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["pard", "peagle", "mtp", "ngram"])
 @torch.no_grad()
-def test_on_a_chain_the_first_part_drafts_alone_whatever_the_others_are(kind: str) -> None:
+def test_on_a_chain_the_first_part_drafts_alone_whatever_the_others_are(
+    kind: str, tmp_path: Path
+) -> None:
     target, shape = micro_target(), TokenTree.chain(3)
-    drafter = cascade(target, EARLY, {"kind": kind}, mode="join")
+    drafter = cascade(target, EARLY, saved(target, kind, tmp_path), mode="join")
     joined = walked(target, drafter, PlainNoise(), shape)
     alone = walked(target, drafter.drafters[0], PlainNoise(), shape)
     for found, wanted in zip(joined, alone, strict=True):
