@@ -114,32 +114,12 @@ def compose_stage(stage: Stage, given: Sequence[Override]) -> tuple[dict[str, An
     for group, chosen in choices.items():
         for name in chosen if isinstance(chosen, list) else [chosen]:
             require_one_file(group, name)
-    require_chosen_target(stage, given, choices)
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
     for name in map(str, composed):
         if name not in GROUPS:
             raise UserError(f"{name}: there is no such group.{suggest(name, GROUPS)}")
     return {group: plain(composed, group) for group in stage.groups}, choices
-
-
-PROMPTED = {"generate": "data", "loop": "data", "measure": "bench", "audit": "bench"}
-"""Stage -> the group of its prompts, which the embedded target chooses."""
-
-
-def require_chosen_target(stage: Stage, given: Sequence[Override], choices: dict[str, Any]) -> None:
-    """Raise `UserError` for a path that is given in place of the embedded target's, while all else
-    of that target would stay: its number format, and the prompts that come with it."""
-    last = {item.key_or_group: item for item in given}
-    group = PROMPTED.get(stage.name, "")
-    chosen = {"target", "data", group, f"{group}.path", f"{group}.prompts"} & last.keys()
-    if "target.path" in last and choices.get(group) == "embedded" and not chosen:
-        path = last["target.path"].input_line
-        raise UserError(
-            f"'{path}' replaces only the model of target={choices['target']}, which also chooses "
-            f"{group}=embedded and target.dtype=float32. Write target=local {path} for a model of "
-            f"your own, or target={choices['target']} {path} to keep them."
-        )
 
 
 def require_one_file(group: str, name: str | None) -> None:

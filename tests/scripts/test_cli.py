@@ -105,8 +105,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["train", "head.kind=medsua"],
             "head.kind: there is no drafter kind 'medsua'. Did you mean 'medusa'?",
         ),
-        (["generate", "target.path=my/model"], "Write target=local target.path=my/model for a"),
-        (["measure", "target.path=my/model"], "which also chooses bench=embedded and target.dtype"),
         (["train", "target=local"], "target.path is missing. Give it as target.path=... (text)."),
         (["train", "bench.repeats=2"], "stage 'train' does not read 'bench'."),
         (["train", "head=medusa,eagle3"], "Add -m to run once per value"),
