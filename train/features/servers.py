@@ -220,9 +220,10 @@ def read_until(
     return bytes(content)
 
 
-def pause_after(failures: int, first: float = FIRST_PAUSE, longest: float = LONGEST_PAUSE) -> float:
-    """Seconds to wait, growing with the failures before; a power above 1,023 is no float."""
-    return float(min(longest, first * 2 ** min(failures, 64)))
+def pause_after(failures: int, first: float | None = None, longest: float = LONGEST_PAUSE) -> float:
+    """Seconds to wait, growing with the failures before from `first` (None: `FIRST_PAUSE`); a power
+    above 1,023 is no float."""
+    return float(min(longest, (FIRST_PAUSE if first is None else first) * 2 ** min(failures, 64)))
 
 
 def error_of(content: bytes) -> str:
