@@ -44,6 +44,7 @@ from heads.nn.packing import Packing
 from heads.nn.rope import Rotation
 from heads.nn.target.drafting import SelfDrafter
 from heads.nn.target.layers import DraftLayer, KeptLayer
+from heads.nn.target.llama import unlike_llama
 
 
 @config("head")
@@ -207,18 +208,20 @@ class Drafter(SelfDrafter):
 
     def _copy_layer(self, weights: TargetWeights, adapter: Adapter) -> None:
         """The adapter's weights from those of the same names in one layer of the target."""
-        prefix = f"model.layers.{self.config.adapter_from_target_layer}."
+        layer = self.config.adapter_from_target_layer
+        prefix = f"model.layers.{layer}."
         attention = {name for name in weights.state if name.startswith(f"{prefix}self_attn.")}
         extra = attention - {f"{prefix}self_attn.{name}_proj.weight" for name in "qkvo"}
+        other = unlike_llama(self.info, weights, layer)
         for name, parameter in adapter.named_parameters():
             value = weights.state.get(prefix + name)
-            if value is None or value.shape != parameter.shape or extra:
-                odd = f"also has {sorted(extra)[0]}" if extra else f"has no such {prefix}{name}"
+            if value is None or value.shape != parameter.shape or extra or other:
+                odd = f"the target has no such {prefix}{name}"
+                odd = f"the target also has {sorted(extra)[0]}" if extra else other or odd
                 raise UserError(
-                    f"head.adapter_from_target_layer={self.config.adapter_from_target_layer} does "
-                    f"not fit target '{self.info.id}' ({self.info.model_type}, "
-                    f"{self.info.num_layers} layers): the adapter is a Llama layer without biases "
-                    f"or head norms, and the target {odd}. Use -1."
+                    f"head.adapter_from_target_layer={layer} does not fit target '{self.info.id}' "
+                    f"({self.info.model_type}, {self.info.num_layers} layers): the adapter is a "
+                    f"Llama layer without biases or head norms, and {odd}. Use -1."
                 )
             init.copy(parameter, value)
 

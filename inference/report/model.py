@@ -166,7 +166,7 @@ class DraftFacts(Block):
     """Paths of a static tree, by rank of the candidates."""
     width: Count | None = None
     """Of a dynamic tree or a dartree. This and the settings below are named as in `decode`, and are
-    absent where they do not matter and in reports from before version 0.1.0."""
+    absent where they do not matter and in earlier reports."""
     candidates: Count | None = None
     depth_penalty: float | None = None
     """`candidates` and `depth_penalty`: of a dartree."""

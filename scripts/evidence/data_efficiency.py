@@ -476,7 +476,8 @@ def markdown(content: Facts) -> list[str]:
         "# Answers against tau",
         "",
         f"Trainings on the first answers of {settings['pool']:,} to different prompts of the "
-        f"embedded target, {settings['passes']} passes each, with the seeds "
+        f"embedded target{beyond_pool(settings['pool'], kinds)}, {settings['passes']} passes each, "
+        "with the seeds "
         f"{', '.join(map(str, settings['seeds']))}; chains of {settings['depth']} at temperature 0 "
         f"on {settings['prompts']} prompts that no training saw. Intervals: 95% bootstrap over "
         "prompts and seeds. A doubling is the factor on tau - 1 from so many answers to twice as "
@@ -495,6 +496,13 @@ def markdown(content: Facts) -> list[str]:
         *(arm_lines(arms, settings["beyond"]) if arms else []),
         *loop_lines(kinds),
     ]
+
+
+def beyond_pool(pool: int, kinds: Facts) -> str:
+    """What sets above the pool have besides its answers; empty if no kind has such a set."""
+    sizes = (row["size"] for entry in kinds.values() for row in entry["points"])
+    larger = max(sizes, default=0) > pool
+    return " (larger sets: and others, to prompts that it writes next)" * larger
 
 
 def arm_lines(arms: Sequence[Sequence[str]], beyond: float) -> list[str]:

@@ -196,5 +196,8 @@ def test_layers_that_an_adapter_cannot_be_are_refused() -> None:
     config = Config(exit_layer=1, adapter="attention", adapter_from_target_layer=1)
     with pytest.raises(UserError, match=r"does not fit .*also has .*k_norm"):
         new_drafter("early_exit", config, target.info, target.weights, 0)
+    windowed = random_target("mistral")
+    with pytest.raises(UserError, match=r"does not fit .* and it sees only the latest 9 positions"):
+        new_drafter("early_exit", config, windowed.info, windowed.weights, 0)
     with pytest.raises(UserError, match=r"needs an adapter"):
         Config(adapter_from_target_layer=1)

@@ -124,7 +124,9 @@ def test_the_page_shows_a_kind_whatever_is_known_of_it() -> None:
     assert page.count("| first |") == len(SIZES) + 2 + 1
     assert "| first | **power** | 0.25 [" in page
     assert "| first | 1,000 answers, passed more often | 1,000 | 1,020,000 |" in page
-    assert "Made by `a command`" in page
+    assert "Made by `a command`" in page and "larger sets" not in page
+    settings["pool"] = SIZES[-1] - 1
+    assert "the embedded target (larger sets: and others, " in "\n".join(markdown(content))
 
 
 def test_what_a_report_holds_is_found_again() -> None:
