@@ -49,14 +49,23 @@ class Config(DepthConfig):
     random."""
 
 
+def fresh(norm: nn.Module) -> nn.Module:
+    """A norm like this one, with tensors of its own without values. (`copy.deepcopy` alone reads
+    the tensors, and the fake ones of a plan cannot be read.)"""
+    made: dict[int, Any] = {id(buffer): torch.empty_like(buffer) for buffer in norm.buffers()}
+    for own in norm.parameters():
+        made[id(own)] = nn.Parameter(torch.empty_like(own), own.requires_grad)
+    return copy.deepcopy(norm, made)
+
+
 class Block(nn.Module):
     """Norms of both inputs, their projection, a layer of the target's family and a final norm."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
         hidden, family = int(settings["hidden_size"]), Family.build(settings)
-        self.pre_fc_norm_embedding = copy.deepcopy(family.norm)
-        self.pre_fc_norm_hidden = copy.deepcopy(family.norm)
+        self.pre_fc_norm_embedding = fresh(family.norm)
+        self.pre_fc_norm_hidden = fresh(family.norm)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([family.layer])
         self.norm = family.norm

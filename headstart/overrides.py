@@ -51,8 +51,11 @@ def spell_text(text: str) -> str:
     return f'"{escaped}"'
 
 
-def name_or_path(group: str, own: str, given: str | Path) -> list[str]:
-    """The override that chooses the option `given`, else those for option `own` with that path."""
+def name_or_path(group: str, own: str, given: str | Path | Mapping[str, Any]) -> list[str]:
+    """The override that chooses the option `given`, else those for option `own` with that path. A
+    mapping sets keys of the group."""
+    if isinstance(given, Mapping):
+        return list(spell_groups({group: given}))
     if isinstance(given, str) and given in options(group):
         return [f"{group}={given}"]
     return [f"{group}={own}", spell(f"{group}.path", given)]

@@ -38,8 +38,8 @@ class Trained:
 def train(
     head: str,
     *,
-    target: str | Path | None = None,
-    data: str | Path | None = None,
+    target: str | Path | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | None = None,
     answers: str | Path | None = None,
     run: str | None = None,
     root: str | Path | None = None,
@@ -54,7 +54,9 @@ def train(
     train on; `data` is then not answered. run, root: the run writes to `root/run/`; None: the
     recipe's, else `outputs/default/`. overrides: settings as on the command line ("optim.lr=1e-4").
     settings: the same by group, as an option's name or a mapping: `engine="torch"`,
-    `optim={"lr": 1e-4}`, `train={"max_steps": 500}`.
+    `optim={"lr": 1e-4}`, `train={"max_steps": 500}`. `target` and `data` may be mappings too,
+    for keys of the recipe's or the embedded one; keys of `head` and `run` are given as `overrides`
+    ("head.num_heads=2").
 
     Raises `UserError` for what the command line refuses: unknown names (the message suggests the
     nearest one), values out of range, a folder that was made with other settings.
@@ -69,8 +71,8 @@ def train(
 
 def compose(
     head: str,
-    target: str | Path | None,
-    data: str | Path | None,
+    target: str | Path | Mapping[str, Any] | None,
+    data: str | Path | Mapping[str, Any] | None,
     answers: str | Path | None,
     run: str | None,
     root: str | Path | None,

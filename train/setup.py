@@ -18,14 +18,17 @@ from torch import Tensor
 from heads.api.checkpoint import new_drafter, refuse_unset, save_adapter, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Completion, Request
 from inference.folders import CHECKPOINT, replace_part, restore
 from inference.integrity import CHECKED
 from inference.manifest import checkpoint_hash, file_entry, write_manifest
+from inference.measure.metrics import TauEstimate
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.parity import check_parity
 from inference.processor import multiplies_bfloat16
+from inference.target.memory import BatchMemoryError
 from inference.target.settings import loading_text
 from train.averaging import WeightAverage
 from train.config import TrainConfig, TrainingJob, require_same, run_facts
@@ -86,6 +89,8 @@ class Run:
         ).float()
         prepare_start(self.drafter, config.refresh, info, seed, job.target, loader(job))
         self.requests = self.make_requests() if config.eval_every else []
+        self.eval_rows = config.eval_batch
+        """Rows of a measurement: train.eval_batch, or fewer if these did not fit into memory."""
 
     def make_requests(self) -> list[Request]:
         """The held-out prompts that every measurement decodes; raises `UserError` if none fits."""
@@ -301,16 +306,38 @@ class Run:
     def evaluate(self, weights: dict[str, Tensor]) -> Evaluation:
         """tau of these weights with the bundled decoder on the held-out prompts."""
         config = self.job.config
-        own = self.access.decode(self.job.decode)
-        decode = replace(own, batch_size=config.eval_batch, max_new_tokens=config.eval_tokens)
-        answers: list[Completion] = []
+        decode = replace(self.access.decode(self.job.decode), max_new_tokens=config.eval_tokens)
         drafter = self.serving(weights)
-        found = quick_tau(self.target, drafter, self.requests, decode, answers)
+        found, answers = self.measured(drafter, decode)
         depths = {f"acceptance/depth{n}": rate for n, rate in enumerate(found.unconditional, 1)}
         figures = {"tar": found.tar, "verify_passes": found.verify_passes, **depths}
         shown = config.tracker.transcripts if config.tracker.on else 0
         answers = sorted(answers, key=lambda answer: answer.request.index)[:shown]
         return Evaluation(found.tau, found.ci95, figures, tuple(map(self.transcript, answers)))
+
+    def measured(
+        self, drafter: TrainableDrafter, decode: DecodeConfig
+    ) -> tuple[TauEstimate, list[Completion]]:
+        """tau and the answers, in as many of train.eval_batch rows as fit into memory. Raises
+        `UserError` if not even one does."""
+        while True:
+            answers: list[Completion] = []
+            decode = replace(decode, batch_size=self.eval_rows)
+            try:
+                return quick_tau(self.target, drafter, self.requests, decode, answers), answers
+            except BatchMemoryError as error:
+                rows = min(self.eval_rows, len(self.requests))
+                if rows == 1:
+                    raise UserError(
+                        f"tau cannot be measured: {error} Here decode.max_new_tokens is "
+                        "train.eval_tokens, and the prompts are those of train.prompts; with "
+                        "train.eval_every=0 tau is not measured during the training."
+                    ) from error
+                self.eval_rows = max(1, min(error.fits, rows - 1))
+                logger.warning(
+                    "tau is measured in %d rows at a time instead of train.eval_batch=%d: %s",
+                    *(self.eval_rows, self.job.config.eval_batch, error),
+                )
 
     def transcript(self, answer: Completion) -> Transcript:
         """An answer as text."""

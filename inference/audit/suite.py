@@ -43,7 +43,7 @@ from inference.decoding.rules.names import CHAINS_ONLY
 from inference.decoding.structured.constraint import Constraint
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.report.model import DeviceFacts
-from inference.target.hardware import device_facts
+from inference.target.hardware import device_facts, release_unused
 from inference.target.model import TargetModel
 
 NO_DRAFTER = "none"
@@ -112,8 +112,7 @@ def run_audit(
         findings.flips.append(FlipRow.of(precision, part.tokens, part.flips, part.alone))
         del part, target
         gc.collect()  # hooks create reference cycles; the next precision needs the memory
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_unused()
     if not findings.rows and not findings.distributions:
         skipped = [f"{item.drafter}, {item.shape}: {item.reason}" for item in findings.skipped]
         raise UserError(f"nothing could be audited. {'; '.join(skipped)}")

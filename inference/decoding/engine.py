@@ -388,7 +388,7 @@ class Engine:
         if lanes is None or not fits or self._kept.made_of != self._versions:
             self._kept.lanes = lanes = None  # free the old buffers before new ones are allocated
             longest = max(len(request.tokens) for request in requests)
-            self.require_memory(rows, capacity, min(self.decode.prefill_chunk, longest))
+            self.require_memory(rows, capacity, longest)
             lanes = self.new_lanes(rows, capacity, details=self.details)
             self._kept.lanes, self._kept.made_of = lanes, self._versions
         return lanes
@@ -400,9 +400,9 @@ class Engine:
         self._refer_to_merged_weights()
         return lanes
 
-    def require_memory(self, rows: int, capacity: int, widest: int, own: bool = False) -> None:
-        """Raise `UserError` for a batch that will not fit, before anything is allocated. own: rows
-        have separate sampling settings."""
+    def require_memory(self, rows: int, capacity: int, longest: int, own: bool = False) -> None:
+        """Raise `UserError` for a batch that will not fit, before anything is allocated. longest:
+        tokens of the longest prompt; own: rows have separate sampling settings."""
         free = free_bytes(self.target.device)
         if free is None:
             return
@@ -410,9 +410,12 @@ class Engine:
         info, dtype = target.info, target.dtype
         state = self._state_bytes(self.drafter, rows, capacity)
         kernel = choose(TREE_ATTENTION, target.device, dtype).implementation == "triton"
+        widest = min(self.decode.prefill_chunk, longest)
+        taps = 0 if self.drafter is None else len(self.drafter.needs.taps)
         plan = plan_memory(
             *(info, dtype, target.cache_sizes(), rows, capacity, nodes, state, widest, kernel),
             sampling=picking_bytes(pick_bytes(self.decode.sampling(), own), target.device, dtype),
+            features=longest * (taps + 1) * info.hidden_size,
         )
         plan.require(free, target.device)
 

@@ -71,8 +71,7 @@ class Session:
         self._late: list[Completion] = []
         """Completions that ended while the drafter was changed, and were not returned yet."""
         slots = capacity + engine.tree.num_nodes + 1
-        widest = min(decode.prefill_chunk, capacity)
-        engine.require_memory(decode.batch_size, slots, widest, own=True)
+        engine.require_memory(decode.batch_size, slots, capacity, own=True)
         self.lanes = engine.new_lanes(decode.batch_size, slots, own_settings=True, details=details)
         lag = decode.steps_behind(engine.target.device)
         self._run = BatchRun(self.lanes, [], on_tokens, lag, narrow=True)

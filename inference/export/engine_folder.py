@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -203,9 +204,9 @@ def custom_class(target: str, out: Path, speculative: Json) -> str:
         return ""
     proposer = {"method": "custom_class", "model": "vllm_medusa.MedusaProposer"}
     return (
-        f"PYTHONPATH={out} vllm serve {target} "
-        f"--speculative-config '{json.dumps({**speculative, **proposer})}' "
-        f"--additional-config '{json.dumps({'headstart_medusa': str(out)})}'"
+        f"PYTHONPATH={quote(str(out))} vllm serve {quote(target)} "
+        f"--speculative-config {quote(json.dumps({**speculative, **proposer}))} "
+        f"--additional-config {quote(json.dumps({'headstart_medusa': str(out)}))}"
     )
 
 
@@ -281,16 +282,17 @@ def serve(engine: str, target: str, out: Path, speculative: Json, tuned: Json | 
     `tuned_settings`."""
     tuned = tuned or {}
     count = speculative.get("num_speculative_tokens", 1)
+    model, place = quote(target), quote(str(out))
     if engine in ("vllm", "speculators"):
         overrides = target_overrides(engine, speculative)
-        tail = f" --hf-overrides '{json.dumps(overrides)}'" if overrides else ""
+        tail = f" --hf-overrides {quote(json.dumps(overrides))}" if overrides else ""
         own = {} if target == str(out) else {"model": str(out)}  # stitched: the target's own block
         given = json.dumps({**speculative, **own, **tuned})
-        return f"vllm serve {target} --speculative-config '{given}'{tail}"
+        return f"vllm serve {model} --speculative-config {quote(given)}{tail}"
     if engine == "sglang" and speculative["method"] == "uno":
         return (
-            f"python -m sglang.launch_server --model-path {target} --attention-backend fa3 "
-            f"--speculative-algorithm UNO --uno-lora-path {out} "
+            f"python -m sglang.launch_server --model-path {model} --attention-backend fa3 "
+            f"--speculative-algorithm UNO --uno-lora-path {place} "
             f"--speculative-num-draft-tokens {count}"
         )
     if engine == "sglang":
@@ -302,16 +304,17 @@ def serve(engine: str, target: str, out: Path, speculative: Json, tuned: Json | 
         }
         chain = "".join(f" {name} {value}" for name, value in shape.items())
         return (
-            f"python -m sglang.launch_server --model-path {target} "
-            f"--speculative-algorithm {algorithm} --speculative-draft-model-path {out}"
+            f"python -m sglang.launch_server --model-path {model} "
+            f"--speculative-algorithm {algorithm} --speculative-draft-model-path {place}"
             f"{'' if algorithm in ('DFLASH', 'DSPARK') else chain}"
         )
     if engine == gguf.ENGINE:
         kind = LLAMA_TYPES[speculative["method"]]
         shape = {settings.N_MAX: count, **tuned}
         options = "".join(f" {name} {value}" for name, value in shape.items())
-        return f"llama-server -m TARGET.gguf -md {out / gguf.FILE} --spec-type {kind}{options}"
+        file = quote(str(out / gguf.FILE))
+        return f"llama-server -m TARGET.gguf -md {file} --spec-type {kind}{options}"
     dflash = "speculation_type" in speculative
-    model = "AutoModel" if dflash else "AutoModelForCausalLM"
+    loader = "AutoModel" if dflash else "AutoModelForCausalLM"
     option = "speculation_type='dflash'" if dflash else f"num_assistant_tokens={count}"
-    return f"model.generate(..., assistant_model={model}.from_pretrained('{out}'), {option})"
+    return f"model.generate(..., assistant_model={loader}.from_pretrained({str(out)!r}), {option})"

@@ -71,9 +71,8 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
     folder, damaged = open_weights(folder)
     if damaged:
         raise UserError(f"'{folder.path}' is damaged: {damaged[0]}. Fetch it again.")
-    receiver = Receiver(target.info, target.weights)
-    name = recognise(folder) if layout == "auto" else layout
-    found: Imported = READERS[name].read(folder, receiver)
+    receiver = Receiver(target.info, target.weights, tokenizer=target.tokenizer)
+    found = read(folder, receiver, layout)
     kind, values = own_kind(folder, found)
     found.kind, found.notes = kind.name, receiver.notes
     config = build_config(kind.name, values)
@@ -91,6 +90,22 @@ def import_folder(folder: Folder, target: TargetModel, out: Path, layout: str = 
         files = [file_entry(fresh, path.name) for path in sorted(fresh.iterdir())]
         source = str(folder.path.resolve())
         write_manifest(fresh, STAGE, {"kind": found.kind, "source": source, "files": files})
+    return found
+
+
+def read(folder: Folder, receiver: Receiver, layout: str) -> Imported:
+    """The drafter in a folder; raises `UserError` also for a config.json without a needed key, or
+    with a value of another type."""
+    try:
+        name = recognise(folder) if layout == "auto" else layout
+        found: Imported = READERS[name].read(folder, receiver)
+    except UserError:
+        raise
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"'{folder.path}': config.json does not describe its drafter ({error!r}). Correct "
+            "the key, or fetch the folder again."
+        ) from error
     return found
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
 from torch import Tensor
 
 from heads.api.errors import UserError
+from heads.api.reading import read_object, require_fit
 from heads.api.tensors import open_tensors, tensor_shapes, write_tensors
 from inference.export.layouts.folder import CONFIG
 from inference.folders import EXPORT_FILE
@@ -29,13 +30,10 @@ def stitch(
 ) -> None:
     """Write the files of the folder `target`, except config.json, into the folder `out`, with
     `block` in place of the target's own block. `is_of_block` tells which tensors belong to that
-    block. Raises `UserError` for a target whose weights are not in safetensors files."""
+    block. Raises `UserError` for a target whose weights are incomplete, or not in safetensors
+    files."""
     shards = sorted(target.glob("*.safetensors"))
-    if not shards:
-        raise UserError(
-            f"'{target}' has no *.safetensors files to put the block into. Save the target with "
-            "safetensors first."
-        )
+    require_complete(target, shards)
     where: dict[str, str] = {}
     total = sum(value.nbytes for value in block.values())
     for shard in shards:
@@ -59,6 +57,35 @@ def stitch(
         other = path.name not in (CONFIG, INDEX, EXPORT_FILE) and path.suffix in BESIDE
         if path.is_file() and other:
             shutil.copyfile(path, out / path.name)
+
+
+def require_complete(target: Path, shards: Sequence[Path]) -> None:
+    """Raise `UserError` unless the shards contain every tensor that the target's index lists; the
+    Hub's cache may have only some of them. Without an index, there must be a shard."""
+    index, listed = target / INDEX, dict[str, str]()
+    if index.is_file():
+        content = read_object(index, "Fetch it again.").get("weight_map")
+        listed = require_fit(dict[str, str], content, f"weight_map in '{index}'")
+    files = sorted(set(listed.values()))
+    lacking = sorted(set(files) - {shard.name for shard in shards})
+    if lacking:
+        raise UserError(
+            f"'{target}' lacks {len(lacking)} of the {len(files)} weight files that its {INDEX} "
+            f"lists, such as {lacking[0]}. Fetch the whole target (`hf download`), then export "
+            "again."
+        )
+    if not shards:
+        raise UserError(
+            f"'{target}' has no *.safetensors files to put the block into. Fetch the whole target "
+            "(`hf download`), or save one in another format with safetensors."
+        )
+    held = {shard.name: tensor_shapes(shard).keys() for shard in shards}
+    lost = sorted(name for name, file in listed.items() if name not in held[file])
+    if lost:
+        raise UserError(
+            f"'{target}' lacks {len(lost)} of the {len(listed)} tensors that its {INDEX} lists, "
+            f"such as '{lost[0]}' in {listed[lost[0]]}. Fetch that file again."
+        )
 
 
 def _link(source: Path, place: Path) -> None:

@@ -53,6 +53,8 @@ class Exchange:
         token = self.token or False
         try:
             yield HfApi(endpoint=self.endpoint, token=token, library_name="headstart")
+        except UserError:  # a ValueError, but of ours: it says what to do
+            raise
         except errors.OfflineModeIsEnabled as error:
             raise UserError(
                 f"huggingface_hub is in offline mode (HF_HUB_OFFLINE=1). Unset it to {self.verb}."

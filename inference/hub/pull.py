@@ -1,4 +1,5 @@
-"""Fetches a published drafter and checks it against the SHA-256 sums that it was published with.
+"""Fetches a published drafter and checks it against the SHA-256 sums that it was published with,
+except its card and plots, which may be edited on the Hub.
 
 It fetches the checkpoint, an engine's folder, or both. The folder appears when it is complete.
 Files that arrived before a failure are kept next to it; the next pull fetches the others.
@@ -24,6 +25,9 @@ from inference.writers import beside, only_writer
 EVERYTHING = "all"
 PUBLISHED = "push"
 """The stage in the manifest of the fetched files."""
+CARD = ("README.md", ".png")
+"""How names of the card and its plots end: people and programs edit them on the Hub, and nothing
+reads them."""
 PARTIAL_FILE = ".headstart-pull.json"
 """Marks a folder in which a pull's files arrive and names the pull; it is removed last."""
 
@@ -84,13 +88,18 @@ def _pull(config: PullConfig, partial: Path, out: Path) -> str:
             api.hf_hub_download(config.repo, name, revision=commit, local_dir=partial)
     discard(partial / ".cache")  # the library's notes on what it has fetched
     keep_only(partial, (*wanted, PARTIAL_FILE))  # another part may have been requested before
-    verify_listed(partial, PUBLISHED, wanted)
+    verify_listed(partial, PUBLISHED, [name for name in wanted if not is_of_card(name)])
     if config.what in (OWN, EVERYTHING):
         read_config(partial)
     put_new(partial, out)
     (out / PARTIAL_FILE).unlink()
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return f"{config.repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes, in {out}"
+
+
+def is_of_card(name: str) -> bool:
+    """Whether a published file is the card or one of its plots."""
+    return "/" not in name and name.endswith(CARD)
 
 
 def keep_only(partial: Path, names: Sequence[str]) -> None:

@@ -149,8 +149,9 @@ def _tile(  # type: ignore[no-untyped-def]
     slot = start + tl.arange(0, block_n)
     d = tl.arange(0, block_d)
     v = tl.arange(0, block_v)
-    key_at = keys + slot[None, :] * key_s + d[:, None]
-    value_at = values + slot[:, None] * value_s + v[None, :]
+    place = slot.to(tl.int64)  # offsets of wide drafters' slots outgrow 32 bits
+    key_at = keys + place[None, :] * key_s + d[:, None]
+    value_at = values + place[:, None] * value_s + v[None, :]
     written = slot < stop
     if masked:
         key = tl.load(key_at, mask=written[None, :] & (d < head_dim)[:, None], other=0.0)

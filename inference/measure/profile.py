@@ -3,7 +3,7 @@ drafter pays off.
 
 Every point compares the same requests with and without drafter, in the same engine with continuous
 refill: each block of requests is decoded by plain decoding and by every draft length in turn, and
-the order rotates. Intervals resample blocks. A block contains `refills` prompts per row. Blocks
+the order rotates. Intervals resample prompts. A block contains `refills` prompts per row. Blocks
 take different prompts as long as there are enough, so a batch of 32 sees the same prompts as a
 batch of 1. Seconds exclude prefill, in both arms.
 
@@ -53,7 +53,7 @@ class ProfileConfig:
     arms: tuple[str, ...] = ()
     """Drafters to profile; empty: all."""
     blocks: Repeats = 5
-    """Blocks of requests per point; intervals resample them."""
+    """Blocks of requests per point."""
     refills: Repeats = 2
     """Prompts per row in a block; rows are refilled this often."""
 
@@ -82,10 +82,21 @@ class Turn:
     seconds: dict[str, float]
     steps: int
 
-    def outcome(self, block: int) -> Outcome:
-        """The outcome for `Totals`, which then resample blocks."""
-        passes = [record for done in self.completions for record in done.passes]
-        return Outcome(f"block-{block}", "", passes, self.seconds)
+
+def prompt_totals(turns: Sequence[Turn], depth: int) -> Totals:
+    """Sums over turns by prompt, which intervals resample: a prompt that repeats in several blocks
+    is one unit. A block's seconds are divided among its answers by their passes, as all rows of a
+    step take the same time. depth: deepest drafted level."""
+    numbers: dict[tuple[int, ...], int] = {}
+    outcomes = []
+    for turn in turns:
+        passes = sum(len(done.passes) for done in turn.completions)
+        for done in turn.completions:
+            number = numbers.setdefault(done.request.tokens, len(numbers))
+            share = metrics.divide(len(done.passes), passes)
+            seconds = {phase: share * spent for phase, spent in turn.seconds.items()}
+            outcomes.append(Outcome(f"prompt-{number}", "", done.passes, seconds))
+    return Totals.collect(outcomes, depth)
 
 
 def take_turns(engines: Mapping[Key, Engine], blocks: Blocks, batch: int) -> dict[Key, list[Turn]]:
@@ -188,15 +199,11 @@ def _measure(
     """One setting: plain decoding and every draft length over the same blocks, taking turns."""
     engines = _engines(config, target, arm, setting, blocks)
     turns = take_turns(engines, blocks, setting.batch)
-    found = {
-        name: [turn.outcome(number) for number, turn in enumerate(taken)]
-        for name, taken in turns.items()
-    }
-    plain = Totals.collect(found.pop(PLAIN), 0)
+    plain = prompt_totals(turns.pop(PLAIN), 0)
     points = []
-    for name, outcomes in found.items():
+    for name, taken in turns.items():
         tree = engines[name].tree
-        totals = Totals.collect(outcomes, tree.max_depth)
+        totals = prompt_totals(taken, tree.max_depth)
         speedup, interval = metrics.speedup(totals, plain, seed)
         points.append(
             ProfilePoint(

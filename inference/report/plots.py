@@ -35,6 +35,8 @@ MOST_WIDTH = 8.5
 """Width of the panels in inches; a legend is to their right."""
 
 
+# In names of drafters, domains and folders, text between two dollar signs is no formula.
+@mpl.rc_context({"text.parse_math": False})
 def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
     """Write the PNGs of `PLOTS` that the reports have numbers for.
 
@@ -315,6 +317,7 @@ def server(reports: Mapping[str, Report]) -> Figure:
     return figure
 
 
+@mpl.rc_context({"text.parse_math": False})  # see `plot_all`
 def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:
     """One PNG: for every drafter (row) a dot per measurement; tau left, speedup right.
 

@@ -72,7 +72,7 @@ class Admin:
         self.samples = str(samples.resolve()) if samples else None
 
     def state(self, given: Given) -> Told:
-        """The drafter, the sums of a trial, and the folder of samples."""
+        """The drafter, its draft, the sums of a trial, and the folder of samples."""
         require_keys(given)
         return self._state(self.swaps.trial())
 
@@ -118,7 +118,8 @@ class Admin:
         if found is not None:
             trial = {"share": found.share, "most": found.most, "depth": found.depth}
             trial |= {"current": sums(found.current), "candidate": sums(found.candidate)}
-        return {"drafter": self.swaps.current(), "trial": trial, "samples": self.samples}
+        known = {"drafter": self.swaps.current(), "draft": self.swaps.draft()}
+        return {**known, "trial": trial, "samples": self.samples}
 
 
 def require_admin(request: Request, secret: Secret | None) -> None:

@@ -140,6 +140,12 @@ class ServeConfig:
                 "verifications to record (serve.log_rejections) nor a drafter to change "
                 "(serve.watch_folder). Leave them out."
             )
+        if (self.learn or self.sample) and self.watch_folder:
+            raise UserError(
+                "serve.watch_folder makes the newest checkpoint of a folder the drafter, at every "
+                "start again, but with serve.learn and serve.sample a learner changes the drafter. "
+                "Leave one of them out."
+            )
         if (self.learn or self.sample) and self.records_redact:
             raise UserError(
                 "serve.records_redact keeps every token out of records, but serve.learn and "

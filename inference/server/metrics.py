@@ -116,7 +116,7 @@ class _Derived(Collector):
         yield from (tau, beta)
         about = "Passes of the target over the whole batch."
         yield CounterMetricFamily("headstart_steps_total", about, steps)
-        about = "Passes of the drafter over the whole batch."
+        about = "Steps over the whole batch in which the drafter drafted."
         drafted = steps if self.drafts else 0
         yield CounterMetricFamily("headstart_drafter_passes_total", about, drafted)
         yield seconds

@@ -17,13 +17,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from heads.api.errors import UserError
 from heads.api.kinds import kind_names
+from inference.decoding.draft_file import DRAFT_KEYS
 from inference.decoding.engine import Engine
 from inference.decoding.loading import checkpoint_folder, load_drafter
 from inference.decoding.pair import DrafterPair
@@ -125,6 +126,11 @@ class DrafterSwaps:
         """The drafter's checkpoint folder or kind; during a trial, not the candidate's."""
         return self._current
 
+    def draft(self) -> dict[str, Any]:
+        """The settings of the draft that every drafter fills, by name."""
+        decode = asdict(self.engine.decode)
+        return {key: decode[key] for key in DRAFT_KEYS}
+
     # One change
 
     def _take(
@@ -138,8 +144,8 @@ class DrafterSwaps:
             drafter, name = self._load(checkpoint)
 
             def work(session: Session) -> list[Completion]:
-                check_drafts(self.engine, drafter)
                 begun = time.perf_counter()
+                check_drafts(self.engine, drafter)
                 ended = change(session, drafter, name)
                 self.metrics.pause.observe(time.perf_counter() - begun)
                 return ended

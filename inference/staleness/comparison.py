@@ -29,7 +29,14 @@ from inference.measure.metrics import divide
 from inference.measure.prompts import Prompt, to_requests
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Sums
-from inference.staleness.reference import DomainAnswers, Reference, first_passes, passes_within
+from inference.staleness.reference import (
+    NO_DOMAIN,
+    SAMPLING,
+    DomainAnswers,
+    Reference,
+    first_passes,
+    passes_within,
+)
 from inference.staleness.scrapes import (
     LEAST_WINDOWS,
     Observation,
@@ -45,6 +52,10 @@ from inference.verifications import SEQUENCES, VERIFICATIONS, read_facts, read_t
 
 ANSWERS, WINDOWS, TOTALS = "answers", "windows", "totals"
 """The units that the test observes one by one."""
+SAMPLING_REMARK = (
+    "Records name only the temperature of their sampling settings. They are compared as if they "
+    "had the reference's: {settings}."
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ class Comparison:
     """What limits the result."""
     guaranteed: bool = True
     """Off: the counters are not of the windows, so the test's rates do not hold."""
+    nameless: bool = False
+    """The traffic tells no domains apart."""
     ended: UserError | KeyboardInterrupt | None = None
     """Why a running server was not watched to the end."""
 
@@ -98,7 +111,12 @@ class Comparison:
 
     def add_records(self, folder: Path) -> None:
         """Feed the test the answers that a server, a measurement or a generation recorded."""
-        self.add(read_recorded(folder, self.reference))
+        found = read_recorded(folder, self.reference)
+        self.choose_domains({one.domain for one in found})
+        if settings := self.reference.sampled_with:
+            named = ", ".join(f"{name} {value}" for name, value in settings.items())
+            self.remarks.append(SAMPLING_REMARK.format(settings=named))
+        self.add(replace(one, domain=self.domain_of(one.domain)) for one in found)
 
     def add_scrapes(self, paths: Sequence[str]) -> None:
         """Feed the test saved scrapes of a server's metrics: window by window if there are enough
@@ -128,7 +146,7 @@ class Comparison:
         try:
             for finished in follow(self.config, address, windows):
                 if finished and not begun:
-                    self.choose_domains(finished)
+                    self.choose_domains(windows.before)
                     begun = True
                 for domain in finished:
                     name = self.domain_of(domain)
@@ -149,9 +167,13 @@ class Comparison:
         self.guaranteed = not windows.gauged
 
     def choose_domains(self, counted: Iterable[str]) -> None:
-        """Map counters without domains to one domain of the reference, or to all domains together.
-        Raises `UserError` if a domain is named although the counters have domains."""
-        if set(counted) == {""}:
+        """Map traffic without domains to one domain of the reference, or to all domains together:
+        counters of an engine that has none, or requests none of which names one. Raises `UserError`
+        if a domain is named although the counters have domains."""
+        seen = set(counted)
+        unnamed = seen == {NO_DOMAIN} and NO_DOMAIN not in self.reference.domains
+        if seen == {""} or unnamed:
+            self.nameless = True
             self.reference = self.reference.for_counters(self.config.domain)
             self.begin()
         elif self.config.domain:
@@ -161,9 +183,9 @@ class Comparison:
             )
 
     def domain_of(self, domain: str) -> str:
-        """The reference's domain for a domain of counters. Engines without domains have one, which
-        stands for the only domain of the reference."""
-        return domain or next(iter(self.test.reference))
+        """The reference's domain for a domain of the traffic. Traffic without domains has one,
+        which stands for the only domain of the reference."""
+        return next(iter(self.test.reference)) if self.nameless else domain
 
     def add_window(self, domain: str, window: Observation) -> None:
         """Count a window as one answer of `test.most` passes with the window's acceptance."""
@@ -236,6 +258,7 @@ def learn_reference(
         depth=decode.tree().max_depth,
         source=source,
         system=config.system,
+        sampling={name: getattr(decode, name) for name in SAMPLING},
     )
     reference.evidence()
     return reference

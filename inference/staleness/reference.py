@@ -13,18 +13,20 @@ Legend: D depth of the draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from heads.api.config import build
 from heads.api.errors import UserError, suggest
 from heads.api.reading import read_object
 from inference.decoding.draft import DraftSettings
 from inference.decoding.draft_file import DRAFT_KEYS
 from inference.decoding.rules.names import TEXT
+from inference.decoding.sampling.distribution import SamplingSettings
 from inference.manifest import write_json
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.turns import is_further_turn
@@ -42,9 +44,13 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
     "system": str,
 }
 """The keys of watch.json besides the answers, and the type of each."""
+SAMPLING = tuple(one.name for one in fields(SamplingSettings) if one.name != "temperature")
+"""The further settings of sampling, under the key `sampling`."""
 WATCH_FILE, REPORT_FILE = "watch.json", "report.json"
 MIXED = "mixed"
 """The domain of counters without domains."""
+NO_DOMAIN = "none"
+"""The domain of requests that name none, as `headstart serve` counts and records them."""
 LEAST_ANSWERS = 8
 """Fewest answers that a watched domain must have."""
 
@@ -92,7 +98,7 @@ def first_passes(accepted: Iterable[int], depth: int, most: int) -> list[int]:
 class Reference:
     """See the module. draft: the settings of its shape; system: the system prompt of the answers;
     figures: domain -> (acceptance, its standard error), for a card without answers, for which
-    `tallies` is empty."""
+    `tallies` is empty; sampling: the values of `SAMPLING`, empty if they are not known."""
 
     target: dict[str, str]
     drafter: dict[str, str]
@@ -106,6 +112,7 @@ class Reference:
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
     passes: int = 0
     """Verify passes behind the figures, all domains together."""
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def most(self) -> int:
@@ -168,7 +175,14 @@ class Reference:
     def shown(self) -> str:
         """How its answers were decoded, in words."""
         draft = f"{self.draft['shape']} of {self.depth}"
-        return f"{draft}, temperature {self.temperature:g}, {self.tokens} tokens"
+        more = "".join(f", {name} {value}" for name, value in self.sampled_with.items())
+        return f"{draft}, temperature {self.temperature:g}{more}, {self.tokens} tokens"
+
+    @property
+    def sampled_with(self) -> dict[str, Any]:
+        """The settings of `sampling` that are in use."""
+        off = SamplingSettings()
+        return {name: one for name, one in self.sampling.items() if one != getattr(off, name)}
 
     def summary(self) -> str:
         """Lines about all domains that can be compared."""
@@ -185,6 +199,7 @@ class Reference:
         assert not self.figures, "a card's figures are read from the card"
         tallies = {name: vars(tally) for name, tally in sorted(self.tallies.items())}
         facts = {name: getattr(self, name) for name in WRITTEN}
+        facts |= {"sampling": self.sampling} if self.sampling else {}
         write_json(path, {"format": FORMAT, "stage": "watch", **facts, "domains": tallies})
 
     @classmethod
@@ -197,7 +212,8 @@ class Reference:
             domains = content["domains"].items()
             values: dict[str, Any] = {name: kind(content[name]) for name, kind in WRITTEN.items()}
             tallies = {str(name): DomainAnswers(**lists) for name, lists in domains}
-            found = cls(**values, tallies=tallies, source=str(path))
+            sampling = read_sampling(dict(content.get("sampling", {})), f"'{path}': sampling")
+            found = cls(**values, tallies=tallies, source=str(path), sampling=sampling)
             require_counts(found)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise UserError(
@@ -205,6 +221,15 @@ class Reference:
                 "`headstart watch watch.learn=true`."
             ) from error
         return found
+
+
+def read_sampling(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of `SAMPLING` among settings that were written; empty if there are none. Raises
+    `UserError` for invalid ones."""
+    if not given:
+        return {}
+    found = build(SamplingSettings, given, where)
+    return {name: getattr(found, name) for name in SAMPLING}
 
 
 def require_counts(reference: Reference) -> None:
@@ -294,10 +319,12 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
     draft: Any = drafter.draft.model_dump(include=set(keys), exclude_unset=True)
     depth = drafter.draft.depth
     common = (report.target.to_dict(), about, draft, settings.temperature, settings.max_new_tokens)
+    used = {name: one for name, one in report.run.sampling.items() if name in SAMPLING}
+    sampling = read_sampling(used, f"'{path}': run.sampling")
     records = path.parent / FINAL_FILE
     if records.is_file():
         domains = report.run.prompts.get("domains", {})
-        made = Reference(*common, {}, depth, str(records))
+        made = Reference(*common, {}, depth, str(records), sampling=sampling)
         made.tallies.update(tallies_of(records, drafter.name, depth, made.most, domains))
         if made.tallies:
             return made
@@ -310,7 +337,8 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
     figures = {name: pair for name, pair in figures.items() if pair[0] > 0 and pair[1] > 0}
     repeats = len(report.repeats.kept) if report.repeats else 1  # repeats have the same passes
     passes = drafter.verify_passes // repeats
-    return Reference(*common, {}, depth, str(path), figures=figures, passes=passes)
+    place = str(path)
+    return Reference(*common, {}, depth, place, "", figures, passes, sampling)
 
 
 def tallies_of(

@@ -183,6 +183,24 @@ def check_unicode(text: str, what: str) -> str:
     return text
 
 
+def without_nulls(value: Any) -> Any:
+    """A value without the keys of its mappings, at any depth, that have no value: a table fills
+    every row's struct with the keys of all rows, so they were not given. Raises `UserError` for a
+    value that is nested too deeply."""
+    try:
+        return _without_nulls(value)
+    except RecursionError as error:
+        raise UserError("tools or the arguments of a tool call are nested too deeply") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_without_nulls(each) for each in value]
+    return value
+
+
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return check_unicode(content, "a message")
@@ -221,9 +239,7 @@ def _tool_call(call: Any) -> ToolCall:
             raise UserError("the arguments of a tool call are not JSON") from error
     if not isinstance(arguments, Mapping):
         raise UserError("the arguments of a tool call must be a mapping")
-    # A table fills every row's struct with the keys of all rows, so keys without a value were not
-    # given.
-    given = {str(key): value for key, value in arguments.items() if value is not None}
+    given = {str(key): value for key, value in without_nulls(arguments).items()}
     named: FunctionCall = {"name": function["name"], "arguments": given}
     if call.get("id"):
         return {"id": str(call["id"]), "type": "function", "function": named}
@@ -272,6 +288,9 @@ def _render_marked(
         if first is not None:
             last = encoded.char_to_token(end - 1)
             stop = len(ids) if last is None else last + 1
+            # A character may be several tokens, of which `char_to_token` gives the first.
+            while stop < len(ids) and (place := encoded.token_to_chars(stop)) and place.start < end:
+                stop += 1
             inside[first:stop] = [True] * (stop - first)
     spans = spans_of(inside)
     if not spans:

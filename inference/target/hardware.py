@@ -8,11 +8,14 @@ three has run this code yet.
 
 from __future__ import annotations
 
+import logging
 from typing import TypedDict
 
 import torch
 
 from inference.processor import processor_name
+
+logger = logging.getLogger(__name__)
 
 
 class Device(TypedDict):
@@ -46,6 +49,17 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
+
+
+def release_unused() -> None:
+    """Return memory that torch's allocator keeps for CUDA devices without using it. If it cannot,
+    that is logged: work that is already done is worth more than the memory."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        logger.warning("unused memory of the GPU could not be released: %s", error)
 
 
 def device_facts(device: torch.device) -> Device:

@@ -24,6 +24,7 @@ from heads.api.tree import DraftShape
 from heads.kernels.dispatch import choose
 from inference.kernels.reference.attention import workspace_bytes
 from inference.kernels.reference.filters import FILTER_LOGITS
+from inference.target.hardware import release_unused
 from inference.target.kv_cache import CacheSizes
 
 GIB = 1 << 30
@@ -33,6 +34,14 @@ HEADROOM = 0.95
 FILTER_KERNEL_BYTES = 8
 """Bytes per logit that a filter holds where its kernel runs: the tempered logits and the result, in
 float32."""
+
+
+class BatchMemoryError(UserError):
+    """A batch that does not fit into the free memory. fits: the rows that would, possibly 0."""
+
+    def __init__(self, message: str, fits: int) -> None:
+        super().__init__(message)
+        self.fits = fits
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class MemoryPlan:
         return self.cache + self.drafter + self.activations
 
     def require(self, free: int, device: torch.device) -> None:
-        """Raise `UserError`, with what to lower, if the plan does not fit into `free` bytes."""
+        """Raise `BatchMemoryError`, with what to lower, if the plan does not fit into `free`
+        bytes."""
         allowed = int(free * HEADROOM)
         if self.total <= allowed:
             return
@@ -58,12 +68,13 @@ class MemoryPlan:
         fits = allowed // per_row if per_row else 0
         advice = "not even one row fits: shorten the prompts or decode.max_new_tokens"
         advice = f"decode.batch_size={fits} would fit" if fits >= 1 else advice
-        raise UserError(
+        raise BatchMemoryError(
             f"a batch of {self.rows} rows of {self.slots} tokens needs {gib(self.total)} on "
             f"{device} (cache {gib(self.cache)}, drafter {gib(self.drafter)}, activations "
             f"{gib(self.activations)}), but {gib(free)} are free, of which {HEADROOM:.0%} may be "
             "used. Lower decode.batch_size, decode.max_new_tokens, decode.prefill_chunk or the "
-            f"prompts' length; {advice}."
+            f"prompts' length; {advice}.",
+            fits,
         )
 
 
@@ -78,21 +89,24 @@ def plan_memory(
     widest: int,
     kernel: bool = False,
     sampling: int = 0,
+    features: int = 0,
 ) -> MemoryPlan:
     """The plan for B rows of S slots.
 
     sizes: of the target's cache; drafter_state: bytes of the drafter's state for the whole batch;
     widest: most tokens of one prefill pass of one row; kernel: whether the tree attention kernel
     runs, which takes scratch memory; sampling: bytes per logit that picking a token takes
-    (`picking_bytes`). Activations are bounded by the widest
-    pass: hidden states, MLP and attention of one layer, logits of all nodes, and the nodes' inputs
-    to recurrent states.
+    (`picking_bytes`); features: elements of the longest prompt's features, its taps and last
+    states, which are kept until the drafter has started. Activations are the features of all
+    prompts and those of the widest pass: hidden states, MLP and attention of one layer, logits of
+    all nodes, and the nodes' inputs to recurrent states.
     """
     size = torch.finfo(dtype).bits // 8
     cache = rows * (slots * sizes.slot + sizes.row)
     tokens = rows * max(widest, nodes)
     activations = tokens * (4 * info.hidden_size + 3 * info.intermediate_size) * size
     activations += rows * nodes * (info.vocab_size * (size + 4 + sampling) + sizes.node)
+    activations += rows * features * size
     if kernel:
         activations += workspace_bytes(rows, info.num_attention_heads, nodes, info.head_dim, slots)
     return MemoryPlan(rows, slots, cache, drafter_state, activations)
@@ -109,9 +123,10 @@ def picking_bytes(reference: int, device: torch.device, dtype: torch.dtype) -> i
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a device; None if unknown."""
     if device.type == "cuda":
+        release_unused()  # memory of graphs that are gone cannot be told from that of others
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + reserved)
+        return int(free + reserved - _kept_for_graphs(device))
     table = Path("/proc/meminfo")
     if device.type != "cpu" or not table.is_file():
         return None
@@ -119,6 +134,18 @@ def free_bytes(device: torch.device) -> int | None:
         if line.startswith("MemAvailable:"):
             return min(int(line.split()[1]) * 1024, _group_limit())
     return None
+
+
+def _kept_for_graphs(device: torch.device) -> int:
+    """Bytes without tensors that torch keeps in pools of their own, which only captured graphs
+    use."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return 0
+    return sum(
+        int(segment["total_size"] - segment["allocated_size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def _group_limit() -> int:

@@ -42,7 +42,7 @@ from inference.target.recurrent.passes import PackedPass, Pass, PromptPass, Tree
 from inference.target.recurrent.states import Key, StateShape
 from inference.target.settings import Loading
 from inference.target.shared import shared_weights
-from inference.target.taps import Seen, Taps, find_decoder, find_final_norm, find_layers
+from inference.target.taps import Joined, Seen, Taps, find_decoder, find_final_norm, find_layers
 
 CHECKED_LENGTHS = (8, 300)
 """Tokens of the self-check's texts. The second text is longer than a piece in which the attention
@@ -65,6 +65,7 @@ class TargetModel:
         # sums over parts of the inputs stay in float32: this reduces the differences between passes
         # of different widths, at no measurable cost for few rows
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         generation = model.generation_config
         self.eos_token_ids = loading.end_tokens(generation and generation.eos_token_id, tokenizer)
         # for this warning about padding, some models (GPT-2) read the tokens on the host in every
@@ -163,6 +164,16 @@ class TargetModel:
         where the host runs ahead, and if the attention kernel runs."""
         return self.device.type == "cuda" or _runs_kernel(self.weights.embedding)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a pass can be captured as a graph: not with transformers' loop over experts,
+        which float64 needs, since it asks the device which of them have tokens."""
+        config = self.model.config.get_text_config()
+        if getattr(config, "_experts_implementation", None) != "eager":
+            return True
+        # what transformers gives every class of experts whose implementation can be chosen
+        return not any(hasattr(module, "_apply_gate") for module in self.model.modules())
+
     # Forward passes
 
     def _run(
@@ -223,7 +234,8 @@ class TargetModel:
             token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
             rows, lengths = token[0], token[0] + 1
             with torch.no_grad():
-                self._prefill_together(self.new_cache(1, 1), rows, token, lengths, FeatureSpec(), 0)
+                features, cache = Joined(1, 1), self.new_cache(1, 1)
+                self._read_together(cache, rows, token, lengths, FeatureSpec(), 0, features)
         assert self._cache_shapes is not None
         states = self._state_shapes.values()
         return CacheSizes(
@@ -257,29 +269,22 @@ class TargetModel:
 
         chunk: most tokens of one pass, which bounds attention's memory; 0: all at once.
         """
-        known = lengths.tolist()
+        known, features = lengths.tolist(), Joined(*tokens.shape)
         groups = [[row] for row in range(len(known))] if self.exact else of_like_length(known)
         if len(groups) == 1:
-            return self._prefill_together(cache, rows, tokens, lengths, needs, chunk)
-        logits, hidden, taps = None, None, None
+            logits = self._read_together(cache, rows, tokens, lengths, needs, chunk, features)
+            return logits, features.seen
+        found = None
         for places in groups:
             group = torch.tensor(places, device=tokens.device)
-            own, width = lengths[group], known[places[0]]
-            some, seen = self._prefill_together(
-                cache, rows[group], tokens[group, :width], own, needs, chunk
-            )
-            if logits is None or hidden is None:
-                logits = some.new_zeros(len(rows), some.shape[1])
-                hidden = seen.last_hidden.new_zeros(*tokens.shape, seen.last_hidden.shape[-1])
-                if seen.taps is not None:
-                    taps = seen.taps.new_zeros(*tokens.shape, *seen.taps.shape[2:])
-            logits[group], hidden[group, :width] = some, seen.last_hidden
-            if taps is not None and seen.taps is not None:
-                taps[group, :width] = seen.taps
-        assert logits is not None and hidden is not None, "a prefill needs a prompt"
-        return logits, Seen(taps, hidden)
+            own, part = lengths[group], tokens[group, : known[places[0]]]
+            some = self._read_together(cache, rows[group], part, own, needs, chunk, features, group)
+            found = some.new_zeros(len(rows), some.shape[1]) if found is None else found
+            found[group] = some
+        assert found is not None, "a prefill needs a prompt"
+        return found, features.seen
 
-    def _prefill_together(
+    def _read_together(
         self,
         cache: KVCache,
         rows: Tensor,
@@ -287,11 +292,13 @@ class TargetModel:
         lengths: Tensor,
         needs: FeatureSpec,
         chunk: int,
-    ) -> tuple[Tensor, Seen]:
-        """`prefill` of prompts that are padded to the longest."""
+        features: Joined,
+        group: Tensor | None = None,
+    ) -> Tensor:
+        """Read prompts that are padded to the longest -> the logits [R, V] after their last tokens.
+        group: their places among the rows of `features`; None: they are all of them."""
         total = tokens.shape[1]
         cache.writer.mode, cache.writer.rows = "prefill", rows
-        parts = []
         for offset in range(0, total, chunk or total):
             part = tokens[:, offset : offset + (chunk or total)]
             keys = torch.arange(offset + part.shape[1], device=tokens.device)
@@ -303,16 +310,13 @@ class TargetModel:
             if isinstance(cache, RecurrentCache):
                 valid = positions < lengths[:, None]
                 now = PromptPass(cache.states, rows, valid, fresh=offset == 0)
-            parts.append(self._run(part, positions, plan, cache, needs.taps, now))
+            features.put(group, offset, self._run(part, positions, plan, cache, needs.taps, now))
         cache.writer.offset = 0
         self._cache_shapes = cache.shapes()
         if isinstance(cache, RecurrentCache):
             self._state_shapes = cache.states.shapes()
-        taps = [part.taps for part in parts if part.taps is not None]
-        hidden = torch.cat([part.last_hidden for part in parts], 1)
-        seen = Seen(torch.cat(taps, 1) if taps else None, hidden)
-        last = seen.last_hidden[torch.arange(tokens.shape[0], device=tokens.device), lengths - 1]
-        return self.weights.logits(last), seen
+        places = torch.arange(tokens.shape[0], device=tokens.device) if group is None else group
+        return self.weights.logits(features.seen.last_hidden[places, lengths - 1])
 
     @torch.no_grad()
     def verify(

@@ -40,6 +40,8 @@ class Library:
 _BITSANDBYTES = Library("bitsandbytes", "bitsandbytes")
 _TORCHAO = Library("torchao", "torchao")
 _ACCELERATE = Library("accelerate", "accelerate")
+# transformers supports a narrow range of its versions, which the extra names
+_KERNELS = Library("kernels", "'transformers[kernels]'")
 OWN_LIBRARIES: dict[str, Library] = {
     "bitsandbytes": _BITSANDBYTES,
     "torchao": _TORCHAO,
@@ -72,15 +74,19 @@ def quantization_settings(name: str, own: Any, dtype: torch.dtype, device: torch
             )
         if method in OWN_LIBRARIES:
             OWN_LIBRARIES[method].require(f"a target quantised with {method}")
+        if method == "fp8" and not _entry(own, "dequantize") and _multiplies_fp8(device):
+            _KERNELS.require(f"a target quantised with {method}")
         return None
     make = _METHODS.get(name)
     return None if make is None else make(dtype, device)
 
 
+def _entry(own: Any, name: str) -> Any:
+    return own.get(name) if isinstance(own, dict) else getattr(own, name, None)
+
+
 def _method(own: Any) -> str:
-    method = (
-        own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
-    )
+    method = _entry(own, "quant_method")
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
@@ -110,12 +116,20 @@ def _torchao(dtype: torch.dtype, device: torch.device, bits: int) -> Any:
     return TorchAoConfig(library.Int4WeightOnlyConfig(group_size=128))
 
 
+def _multiplies_fp8(device: torch.device) -> bool:
+    """Whether transformers multiplies fp8 weights on `device`; elsewhere it dequantises them."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "xpu"
+
+
 def _fp8(dtype: torch.dtype, device: torch.device) -> Any:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type != "cuda" or not _multiplies_fp8(device):
         raise UserError(
             "target.quantization=fp8 needs a CUDA device of compute capability 8.9 or above "
             f"(Ada, Hopper); given: {device}. Use torchao-int8 or bnb-8bit there."
         )
+    _KERNELS.require("target.quantization=fp8")
     from transformers import FineGrainedFP8Config
 
     return FineGrainedFP8Config()

@@ -40,6 +40,36 @@ class Seen:
         return torch.stack([self.caught[:, :, place] for place in self.places], dim=2)
 
 
+class Joined:
+    """The features of prompts [R, T], which are read in parts: each part is written to its place in
+    tensors for all of them, so that no feature is held twice."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.shape = rows, length
+        self._whole: Seen | None = None
+
+    @property
+    def seen(self) -> Seen:
+        """The features that were added."""
+        assert self._whole is not None, "a prefill needs a prompt"
+        return self._whole
+
+    def put(self, rows: Tensor | None, offset: int, part: Seen) -> None:
+        """Add the features of a part that begins at position `offset` of `rows` [R'] (None: of all
+        rows)."""
+        hidden, taps = part.last_hidden, part.taps
+        if rows is None and hidden.shape[:2] == self.shape:
+            self._whole = Seen(taps, hidden)
+            return
+        if self._whole is None:
+            room = None if taps is None else taps.new_zeros(*self.shape, *taps.shape[2:])
+            self._whole = Seen(room, hidden.new_zeros(*self.shape, hidden.shape[2]))
+        place: Any = slice(None) if rows is None else rows, slice(offset, offset + hidden.shape[1])
+        self._whole.last_hidden[place] = hidden
+        if taps is not None and self._whole.caught is not None:
+            self._whole.caught[place] = taps
+
+
 class Taps:
     """Hooks on a model's decoder layers; `read` returns the features of the last forward pass."""
 

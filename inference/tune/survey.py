@@ -3,7 +3,7 @@ temperature. If the rule keeps the target's text, drafts are walked along the ta
 (`inference.tune.replay`). If it keeps only the text's distribution, every draft decodes.
 
 The prompts are divided into blocks that a batch decodes from beginning to end. Speeds are predicted
-for blocks, checked by running blocks, and their intervals resample blocks.
+for blocks and checked by running blocks. Blocks repeat prompts, so intervals resample prompts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from inference.tune.workload import Answered, Steps, batch_steps
 REFILLS = 2
 """Prompts per row in a block, so that rows are refilled."""
 FEWEST_BLOCKS = 6
-"""Fewest blocks, as intervals resample them."""
+"""Fewest blocks, so that drafts take several turns."""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from inference.decoding.engine import Engine
 from inference.engines.settings import STOPPABLE
 from inference.kernels.packed_linear import packed_linears
 from inference.measure import metrics
-from inference.measure.metrics import Totals, divide
-from inference.measure.profile import Turn, take_turns
+from inference.measure.metrics import Outcome, Totals, divide
+from inference.measure.profile import Turn, prompt_totals, take_turns
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
 from inference.tune.confidence import best_threshold, method_of
@@ -92,6 +92,8 @@ class DraftSpeed:
     """tokens_per_second / plain decoding's over the same blocks."""
     speedup_ci95: list[float]
     tau: float
+    speedup_ci95_of_turns: list[float]
+    """Of the speedup on these very prompts: it resamples turns, and repeats of a prompt count."""
 
     def to_dict(self) -> dict[str, object]:
         """The speed for JSON, with the draft's label."""
@@ -295,16 +297,17 @@ class Tuner:
             return take_turns(engines, requests, batch)
 
     def speeds(self, turns: Mapping[Draft, Sequence[Turn]]) -> list[DraftSpeed]:
-        """Speeds of drafts that took turns, with intervals over blocks; the fastest first.
+        """Speeds of drafts that took turns, with intervals over prompts; the fastest first.
 
         Plain decoding is one of them and took at least as many turns as any draft. Each draft is
         compared with it over the draft's own blocks.
         """
         found = []
         for draft, taken in turns.items():
-            total, seed = sum_turns(draft, taken), self.config.seed
-            plain = sum_turns(NONE, turns[NONE][: len(taken)])
+            seed, beside = self.config.seed, turns[NONE][: len(taken)]
+            total, plain = prompt_totals(taken, draft.depth), prompt_totals(beside, NONE.depth)
             ratio, interval = metrics.speedup(total, plain, seed)
+            by_turn = metrics.speedup(by_turns(draft, taken), by_turns(NONE, beside), seed)[1]
             found.append(
                 DraftSpeed(
                     draft,
@@ -314,6 +317,7 @@ class Tuner:
                     ratio,
                     list(interval),
                     metrics.tau_estimate(total, seed).tau,
+                    list(by_turn),
                 )
             )
         return sorted(found, key=lambda item: -item.tokens_per_second)
@@ -400,7 +404,8 @@ def choose(measured: Sequence[DraftSpeed], predicted: Mapping[Draft, float]) -> 
     smallest loses least if other prompts accept less, or if more rows run.
     """
     means = {
-        item.draft: combine(predicted[item.draft], item.speedup, item.speedup_ci95)
+        # predicted and measured on the same prompts, so only what differs by turn separates them
+        item.draft: combine(predicted[item.draft], item.speedup, item.speedup_ci95_of_turns)
         for item in measured
     }
     paying = [
@@ -426,9 +431,13 @@ def combine(predicted: float, measured: float, interval: Sequence[float]) -> flo
     return math.exp(share * math.log(measured) + (1.0 - share) * math.log(predicted))
 
 
-def sum_turns(draft: Draft, turns: Sequence[Turn]) -> Totals:
-    """Sums over the turns of a draft, which intervals resample."""
-    return Totals.collect([turn.outcome(number) for number, turn in enumerate(turns)], draft.depth)
+def by_turns(draft: Draft, turns: Sequence[Turn]) -> Totals:
+    """Sums over each turn of a draft."""
+    outcomes = []
+    for number, turn in enumerate(turns):
+        passes = [record for done in turn.completions for record in done.passes]
+        outcomes.append(Outcome(f"turn-{number}", "", passes, turn.seconds))
+    return Totals.collect(outcomes, draft.depth)
 
 
 def representatives(ordered: Sequence[Draft]) -> list[Draft]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import runpy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -124,23 +125,29 @@ def fields_of(file: Path, name: str) -> list[Field]:
     source, node = find_class(file, name)
     if source is None or node is None:
         return []
-    bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
-    inherited = [field for base in bases for field in fields_of(source, base)]
-    return inherited + list(class_fields(source, node))
+    bases = [ast.unparse(base) for base in reversed(node.bases)]
+    found = [field for base in bases for field in fields_of(source, base)]
+    # a field that is defined again keeps its place
+    return list({field.name: field for field in (*found, *class_fields(source, node))}.values())
 
 
 @cache
 def find_class(file: Path, name: str) -> tuple[Path | None, ast.ClassDef | None]:
-    """A class that a source file defines or imports, with the file that defines it."""
+    """A class that a source file defines or imports, also as an attribute of an imported module,
+    with the file that defines it."""
+    owner, _, own = name.rpartition(".")
     if not file.is_file():
         return None, None
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return file, node
-        if isinstance(node, ast.ImportFrom) and name in [
-            alias.asname or alias.name for alias in node.names
-        ]:
-            return find_class(source_of(str(node.module)), name)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                known = alias.asname or alias.name
+                if known == name:
+                    return find_class(source_of(str(node.module)), alias.name)
+                if known == owner:
+                    return find_class(source_of(f"{node.module}.{alias.name}"), own)
     return None, None
 
 
@@ -219,8 +226,33 @@ def class_fields(file: Path, node: ast.ClassDef) -> Iterator[Field]:
 
 def default_text(file: Path, node: ast.expr) -> str:
     """A default value in the spelling of the command line; a factory is named by what it makes."""
-    known = type_node(file, node.id) if isinstance(node, ast.Name) else None
     try:
-        return spelt(ast.literal_eval(known or node))
+        if isinstance(node, ast.Name):
+            return spelt(constant(file, node.id))
+        return spelt(ast.literal_eval(node))
     except ValueError:
         return "{}" if "default_factory=dict" in ast.unparse(node) else ast.unparse(node)
+
+
+def constant(file: Path, name: str) -> Any:
+    """The value of a constant that a source file defines or imports. Only files that import nothing
+    are run for it; raises `ValueError` if its value cannot be read in another way."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    imports = [item for item in body if isinstance(item, ast.ImportFrom)]
+    for source in imports:
+        for alias in source.names:
+            if (alias.asname or alias.name) == name:
+                return constant(source_of(str(source.module)), alias.name)
+    for item in body:
+        assigned = item.targets[0] if isinstance(item, ast.Assign) else None
+        assigned = item.target if isinstance(item, ast.AnnAssign) else assigned
+        if assigned is None or ast.unparse(assigned) != name:
+            continue
+        assert isinstance(item, (ast.Assign, ast.AnnAssign)) and item.value is not None
+        if isinstance(item.value, ast.Call) and ast.unparse(item.value.func) == "get_args":
+            return listed(file, item.value.args[0])
+        plain = not any(isinstance(other, ast.Import) for other in body)
+        if plain and all(source.module == "__future__" for source in imports):
+            return runpy.run_path(str(file))[name]
+        return ast.literal_eval(item.value)
+    raise ValueError(name)

@@ -223,6 +223,7 @@ def trainings(folder: Path, name: str) -> list[Facts]:
             settings = manifest.get("settings")
             if settings is not None:
                 train = settings["train"]
+                facts["precision"] = settings["engine"]["precision"]
                 facts["optimiser"] = settings["optim"]["kind"]
                 facts["tokens_per_step"] = train["global_batch"] * train["sequence_length"]
             best = {
@@ -338,8 +339,8 @@ def missing_line(content: Facts) -> list[str]:
 
 
 def kept_line(rows: list[Facts]) -> list[str]:
-    """The rows that were measured in earlier runs, by the speed of plain decoding in theirs, and
-    those that were trained otherwise."""
+    """The rows that were measured in earlier runs, by the speed of plain decoding in theirs, those
+    that were trained otherwise, and those whose training had no bfloat16 instructions."""
     kept: dict[tuple[str, str], list[str]] = {}
     other = [row["name"] for row in rows if row.get("trained_otherwise")]
     for row in rows:
@@ -359,7 +360,15 @@ def kept_line(rows: list[Facts]) -> list[str]:
     if other:
         told = f"{MARK.strip()} Trained otherwise (steps, optimiser or tokens a step), so that they"
         lines += ["", f"{told} do not compare with the other rows: {', '.join(other)}."]
+    exact = [row["name"] for row in rows if in_float32(row)]
+    if exact:
+        lines += ["", f"Trained in float32, on a CPU without bfloat16: {', '.join(exact)}."]
     return lines
+
+
+def in_float32(row: Facts) -> bool:
+    """Whether a row was trained in float32, as far as it is known."""
+    return any(one.get("precision") == "float32" for one in row["trainings"])
 
 
 def conditions(content: Facts) -> list[str]:

@@ -36,6 +36,7 @@ from inference.kernels.packed_linear import packed_linears
 from inference.manifest import file_sha256, write_json
 from inference.measure import metrics
 from inference.measure.metrics import divide
+from inference.measure.profile import prompt_totals
 from inference.measure.prompts import Prompt, load_prompts
 from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
@@ -46,7 +47,7 @@ from inference.traffic.server import kept_tokens, measure_prefill, server_costs
 from inference.traffic.simulate import simulate
 from inference.tune.config import TuneConfig
 from inference.tune.survey import Survey, Task
-from inference.tune.tuner import Tuner, sum_turns
+from inference.tune.tuner import Tuner
 from scripts.evidence.common import DOCS, Facts, cell, read_json
 from scripts.run import drafters
 from scripts.tools.common import REPORTS, Section, command, cpu_target
@@ -144,7 +145,7 @@ def compare(tuner: Tuner, held_out: Path) -> Facts:
 def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]:
     """Every draft of the grid, decoded on prompts that are new to the tuner, the fastest first.
 
-    Each draft has its speed relative to the fastest, with an interval over blocks. Drafts close to
+    Each draft has its speed relative to the fastest, with an interval over prompts. Drafts close to
     the fastest run longer, as the tuner's finalists do.
     """
     prompts = load_prompts(held_out)
@@ -158,7 +159,8 @@ def search_exhaustively(tuner: Tuner, held_out: Path, batch: int) -> list[Facts]
     compared: list[Facts] = []
     for row in found:
         taken = turns[row.draft]
-        own, fastest = sum_turns(row.draft, taken), sum_turns(best, turns[best][: len(taken)])
+        beside = turns[best][: len(taken)]
+        own, fastest = prompt_totals(taken, row.draft.depth), prompt_totals(beside, best.depth)
         ratio, interval = metrics.speedup(own, fastest, grid.seed)
         compared.append({**row.to_dict(), "of_best": ratio, "of_best_ci95": list(interval)})
     return sorted(compared, key=lambda row: -float(row["of_best"]))

@@ -115,15 +115,12 @@ def require_no_writers(folder: Path) -> None:
 
 
 def all_heads(settings: Settings) -> tuple[Head, ...]:
-    """`head` and the heads named in features.heads."""
+    """`head` and the heads named in features.heads. These are as their options give them: what a
+    recipe or the command line sets in `head` is for that kind."""
     found = [(str(settings.choices["head"]), settings.head)]
-    common = [
-        item
-        for item in settings.overrides
-        if item.key_or_group.split(".")[0] != "head" and item.key_or_group != "features.heads"
-    ]
+    place = [item for item in settings.overrides if item.key_or_group.split(".")[0] == "run"]
     for name in settings.features.heads:
-        found.append((name, load_settings(settings.stage, [*common, f"head={name}"]).head))
+        found.append((name, load_settings(settings.stage, [*place, f"head={name}"]).head))
     return tuple((name, head.kind, head.config) for name, head in found)
 
 

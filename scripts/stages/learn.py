@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from heads.api.errors import UserError
 from inference.export.engine_folder import export, given_settings, prepare
@@ -74,6 +74,7 @@ def run(settings: Settings) -> None:
         os.nice(max(0, config.nice - os.nice(0)))
     server: Server
     whom: str
+    draft = drafters.asked_draft(settings)
     if config.drafter:
         folder = learn_folder(config.folder, settings)
         server, whom = exporting(settings, folder), settings.export.engine
@@ -81,8 +82,9 @@ def run(settings: Settings) -> None:
         server, whom = HttpServer(config), config.server
         wait_for(server, config.look_seconds)
         folder = sampled_folder(config.folder, server)
+        draft = server.draft() or draft
     with writing(folder) as journal:
-        cycle = cycle_settings(settings, folder, server, journal)
+        cycle = cycle_settings(settings, folder, server, journal, draft)
         say(f"learning from the traffic in {shown(folder)} for {whom}")
 
         def show(written: Journal) -> None:
@@ -185,10 +187,10 @@ def sampled_folder(given: str, server: HttpServer) -> Path:
 
 
 def cycle_settings(
-    settings: Settings, folder: Path, server: Server, journal: Journal
+    settings: Settings, folder: Path, server: Server, journal: Journal, draft: Mapping[str, Any]
 ) -> CycleSettings:
-    """The settings of every cycle. Draft and learning rate are those of the drafter that serves
-    now."""
+    """The settings of every cycle. The learning rate is that of the drafter that serves now; so is
+    what `draft`, the settings of the server's draft, does not say."""
     from train.learning.work import CycleSettings
 
     found = drafters.find_trained("the server's drafter", server.current(), settings.run)
@@ -205,7 +207,7 @@ def cycle_settings(
         engine=settings.engine,
         optim=replace(settings.optim, lr=learning_rate(settings, found, journal)),
         schedule=settings.schedule,
-        decode=drafters.draft_settings(found, settings.decode),
+        decode=drafters.draft_settings(found, settings.decode, draft),
     )
 
 
@@ -224,13 +226,15 @@ def learning_rate(settings: Settings, found: Found, journal: Journal) -> float:
 
 
 def start_learner(
-    settings: Settings, folder: Path, whom: Sequence[str], tokens: Mapping[str, str]
+    settings: Settings, folder: Path, whom: Mapping[str, Any], tokens: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a learner with the server's own settings and `serve.learn_settings`. whom: settings
-    that say for which server; tokens: environment variables that it needs. Raises `UserError` for
-    settings that it does not read."""
-    more = [*whom, f"learn.folder='{folder.resolve()}'", f"learn.parent={os.getpid()}"]
-    derived = settings.derive("learn", before=settings.serve.learn_settings, more=more)
+    of `learn` that say for which server; tokens: environment variables that it needs. Raises
+    `UserError` for settings that it does not read."""
+    derived = settings.derive("learn", before=settings.serve.learn_settings)
+    # as values and not as overrides, in whose text a path may mean something else
+    own = {**whom, "folder": str(folder.resolve()), "parent": os.getpid()}
+    derived = derived.put(learn=replace(derived.learn, **own))
     require_read(derived)
     path = folder / SETTINGS_FILE
     write_settings(derived, path)

@@ -28,7 +28,7 @@ from scripts.stages.train import job_of
 from train.config import TrainingJob
 from train.planning.amount import Amount, estimated_amount
 from train.planning.fitting import ways_to_fit
-from train.planning.plan import PlanConfig, Speed, known_amount, make_plan
+from train.planning.plan import PlanConfig, Speed, known_amount, make_plan, refuse_unplanned
 from train.planning.table import plan_table
 from train.run import train
 from train.tracking.summary import Summary, read_summary
@@ -39,6 +39,7 @@ def run(settings: Settings) -> None:
     """Plan, write the plan, and show it. If these settings do not fit, show settings that would."""
     prepare_process(settings.run)
     job, config = job_of(settings), settings.plan
+    refuse_unplanned(job)  # before steps are measured for the plan
     if config.gpu and job.target.dtype == AUTO:  # the dtype of the planned machine
         job = replace(job, target=replace(job.target, dtype="bfloat16"))
     expected = None if known_amount(job, config) else expected_amount(settings, job)

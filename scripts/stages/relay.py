@@ -64,7 +64,7 @@ def run(settings: Settings) -> int:
         kept = f"samples go to {shown(folder / TRAFFIC)}"
         print(f"relaying at {where} to {relay.base}; {kept}", flush=True)
         if config.learn:
-            whom = [f"learn.drafter='{found.folder.resolve()}'"]
+            whom = {"drafter": str(found.folder.resolve())}
             learner = start_learner(settings, folder, whom, {})
 
     try:

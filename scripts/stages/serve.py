@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
 from inference.manifest import checkpoint_hash
 from inference.server.config import (
     ADMIN_VARIABLE,
@@ -51,6 +52,8 @@ def run(settings: Settings) -> int:
         if config.learn or config.sample:
             samples, given = prepare_learning(settings)
         engine, found = build_engine(settings, given)
+        if samples is not None:
+            require_trials(engine.decode)
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:
             records = Path(config.records or settings.run.directory / "records")
@@ -75,7 +78,7 @@ def run(settings: Settings) -> int:
             tokens |= {TOKEN_VARIABLE: secret.value.decode()} if secret else {}
             address = url_of(listening, bool(config.ssl_certfile))
             # the certificate need not name this machine's own address
-            whom = [f"learn.server='{address}'", "learn.verify=false"]
+            whom = {"server": address, "verify": False}
             learner = start_learner(settings, samples.parent, whom, tokens)
 
     try:
@@ -83,6 +86,27 @@ def run(settings: Settings) -> int:
     finally:
         if learner is not None:
             end_learner(learner)
+
+
+def require_trials(decode: DecodeConfig) -> None:
+    """Raise `UserError` for settings under which no candidate can be tried beside the drafter: a
+    learner would train one after another that the server refuses."""
+    chain = f"decode.shape={decode.shape} decode.depth={decode.depth}"
+    for given, what, instead in (
+        (decode.ahead, "decode.ahead drafts with one drafter", "Leave it out"),
+        (decode.compiles, "decode.compile compiles the step of one drafter", "Leave it out"),
+        (
+            decode.adaptive_settings().active,
+            "decode.adaptive, given or from the drafter's decode.yaml, adapts the draft of one "
+            "drafter",
+            f"Leave it out, or give the draft ({chain}), which decode.yaml then does not choose",
+        ),
+    ):
+        if given:
+            raise UserError(
+                f"serve.learn and serve.sample compare a candidate with the drafter side by side, "
+                f"but {what}. {instead}; or serve without learning."
+            )
 
 
 def admin_for(config: ServeConfig) -> Secret | None:

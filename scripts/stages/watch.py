@@ -81,7 +81,8 @@ def watch(settings: Settings, found: Found, decode: DecodeConfig) -> int:
         prepare_process(settings.run)
         target = TargetModel.load(settings.target)
         own = drafters.draft_settings(found, decode, reference.draft)
-        own = replace(own, temperature=reference.temperature, max_new_tokens=reference.tokens)
+        sampling: dict[str, Any] = {"temperature": reference.temperature, **reference.sampling}
+        own = replace(own, max_new_tokens=reference.tokens, **sampling)
         say(f"decoding as for the reference: {reference.shown}")
         comparison.add_decoded(load(settings).prompts, found.folder, target, own)
         facts = {"id": target.info.id, "revision": target.info.revision}

@@ -30,14 +30,14 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
-from scripts.tools.common import command, cpu_target
+from scripts.tools.common import command, target_of
 from scripts.tools.recording import RECORDING, split_requests
 
 
 def calibrate(given: argparse.Namespace) -> None:
     """Fit on four fifths of the prompts, write the checkpoint, and print the quality of the
     confidence on the rest."""
-    target = cpu_target(given.target)
+    target = target_of(given)
     drafter: Any = load_drafter(given.drafter, target.info, target.weights)
     head = getattr(drafter, "confidence_head", None)
     if head is None:
@@ -50,6 +50,8 @@ def calibrate(given: argparse.Namespace) -> None:
         temperature=given.temperature,
         depth=given.depth or drafter.depths,
         max_new_tokens=given.tokens,
+        graph="off",  # every pass is watched as it is made
+        lag=0,
     )
     fitted_on, held_out = split_requests(given, target, decode)
     head.temperatures.fill_(1.0)
@@ -88,7 +90,7 @@ def recorded(
             "no draft was verified. Give prompts whose answers are longer, or raise --tokens."
         )
     confidences, accepted = map(torch.cat, zip(*kept, strict=True))
-    return torch.logit(confidences.double(), eps=1e-7), accepted
+    return torch.logit(confidences.double(), eps=1e-7).cpu(), accepted.cpu()
 
 
 @contextmanager

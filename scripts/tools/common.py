@@ -68,6 +68,11 @@ def command(
     return main
 
 
+def target_of(given: argparse.Namespace) -> TargetModel:
+    """The target of a tool with the options target, dtype and device."""
+    return TargetModel.load(TargetConfig(given.target, dtype=given.dtype, device=given.device))
+
+
 def cpu_target(path: Path | str = TARGET, dtype: str = "float32") -> TargetModel:
     return TargetModel.load(TargetConfig(path=str(path), dtype=dtype, device="cpu"))
 

@@ -25,7 +25,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.model import TargetModel
-from scripts.tools.common import command, cpu_target
+from scripts.tools.common import command, target_of
 from scripts.tools.recording import RECORDING, split_requests
 
 BINS = 10
@@ -33,7 +33,7 @@ BINS = 10
 
 def fit_head(given: argparse.Namespace) -> None:
     """Fit on four fifths of the prompts, write the head, print its quality on the rest."""
-    target = cpu_target(given.target)
+    target = target_of(given)
     drafter = load_drafter(given.drafter, target.info, target.weights)
     decode = DecodeConfig(
         temperature=given.temperature,
@@ -41,6 +41,7 @@ def fit_head(given: argparse.Namespace) -> None:
         max_new_tokens=given.tokens,
         adaptive="confidence",
         adaptive_threshold=0.0,
+        graph="off",  # the data of a replayed step would be those of the captured one
     )
     fitted_on, held_out = split_requests(given, target, decode)
     head = fit(recorded(target, drafter, decode, fitted_on), given.refusal_weight)
@@ -68,7 +69,7 @@ def recorded(
     assert lanes.limits is not None
     lanes.limits.recorder = found
     list(engine.run(requests))
-    return found
+    return [Recorded(part.features.cpu(), part.accepted.cpu()) for part in found]
 
 
 def quality(chance: Tensor, accepted: Tensor) -> dict[str, float]:

@@ -22,6 +22,8 @@ RECORDING: dict[str, Any] = {
     "drafter": {"positional": True, "type": Path, "metavar": "FOLDER"},
     "out": {"type": Path, "required": True, "help": "where the result goes"},
     "target": str(TARGET),
+    "dtype": "float32",
+    "device": "cpu",
     "prompts": {"type": Path, "nargs": "+", "default": [VALIDATION]},
     "count": (32, "prompts per domain"),
     "tokens": (96, "most new tokens per prompt"),

@@ -26,11 +26,9 @@ from inference.decoding.requests import Request
 from inference.manifest import write_bytes, write_json
 from inference.measure.prompts import Prompt, load_prompts, to_requests
 from inference.measure.run import quick_tau
-from inference.target.loading import TargetConfig
-from inference.target.model import TargetModel
 from inference.tune.tree_search import SearchedTree, measure_ranks, search_tree
 from scripts.run import drafters
-from scripts.tools.common import TARGET, VALIDATION, command
+from scripts.tools.common import TARGET, VALIDATION, command, target_of
 from scripts.tools.recording import split_prompts
 
 
@@ -38,7 +36,7 @@ def report(given: argparse.Namespace) -> None:
     """Search, measure the found tree, write and print the report."""
     found = drafters.at(given.drafter)
     name = given.name or f"{found.name}_{given.nodes}"
-    target = TargetModel.load(TargetConfig(given.target, dtype=given.dtype, device=given.device))
+    target = target_of(given)
     drafter = drafters.load(found, target)
     chain = DecodeConfig(
         temperature=given.temperature, depth=given.depth, max_new_tokens=given.tokens, batch_size=8

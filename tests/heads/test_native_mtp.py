@@ -3,6 +3,7 @@ against training, and text with its drafts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,17 @@ from heads.nn.matrices import holds_vectors, matrices
 from heads.nn.native.family import SMALL_VOCABULARY, Family, one_layer
 from inference.decoding.config import DecodeConfig
 from inference.parity import check_parity
+from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.heads.explicit import DOCUMENTS
 from tests.heads.micro import micro_target, packed_batch
 from tests.inference.decoding.test_lossless import decode, requests
 from tests.inference.decoding.test_no_sync import ALL_SHAPES
+from tests.inference.tokenizers import save_micro_target
 from tests.models import ALL_FAMILIES, RECURRENT_FAMILIES, plain_texts, random_target
+from train.engines.base import EngineConfig
+from train.planning.dry_run import dry_step, plan_drafter
+from train.planning.target import plan_target
 
 GLM = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -202,6 +208,29 @@ def test_a_layer_of_the_target_is_copied() -> None:
     assert all(torch.equal(own[name].to(value), value) for name, value in layer.items())
     with pytest.raises(UserError, match=r"from_target_layer=1 does not fit"):
         drafter_of_targets_family(target, from_target_layer=1)
+
+
+def test_both_input_norms_are_like_the_final_norm(family: str) -> None:
+    _, drafter = make(family)
+    block = drafter.mtp
+    norms = (block.pre_fc_norm_embedding, block.pre_fc_norm_hidden, block.norm)
+    assert len({id(weight) for norm in norms for weight in norm.parameters()}) == 3
+    for norm in norms[:2]:
+        assert (type(norm), norm.extra_repr()) == (type(block.norm), block.norm.extra_repr())
+
+
+def test_its_training_is_planned(tmp_path: Path) -> None:
+    """On a target that is described and not loaded."""
+    described = TargetConfig(str(save_micro_target(tmp_path / "target")), device="cpu")
+    plan = plan_target(described)
+    drafter = plan_drafter("native_mtp", Config(depths=2), plan)
+    engine = EngineConfig(name="torch", precision="float32")
+    assert dry_step(drafter, plan, engine, 1, 32, 0.7).peak > 0
+    with torch.device("meta"):
+        real = Drafter(Config(depths=2), plan.info)
+    assert {name: value.shape for name, value in drafter.state_dict().items()} == {
+        name: value.shape for name, value in real.state_dict().items()
+    }
 
 
 def test_what_is_no_layer_is_refused() -> None:

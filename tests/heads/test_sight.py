@@ -5,16 +5,23 @@ Legend: B rows, Q queries, R rows behind the committed slots, S slots.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from heads.api.drafter import TargetStates
 from heads.api.tree import TokenTree
 from heads.nn.attention import cache_attention
+from heads.nn.drafting import sight as sight_module
 from heads.nn.drafting.places import CachePlace, GrowingFrame, Memory, static_places
 from heads.nn.drafting.plan import TreePlan
 from heads.nn.drafting.sight import Sight, UpTo, attend_cache, cache_kernel
 from heads.nn.rope import Rope
+from tests.heads.micro import micro_target
+from tests.heads.recipes import build
+from train.planning.footprint import Footprint
 
 SLOTS = 90
 CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [0, 1, 0, 0], [2, 0, 0, 0]]
@@ -54,6 +61,8 @@ def check(sight: Sight) -> None:
     assert sight.words.shape[1] == sight.at.shape[1]
     for window in (0, 1, 3, 40):
         assert masked(sight, window) == told(sight, rows, window)
+        part, whole = slice(sight.at.shape[1] // 2, sight.at.shape[1]), (SLOTS, torch.float64)
+        assert torch.equal(sight.mask(*whole, window, part), sight.mask(*whole, window)[:, part])
 
 
 def memory(base: Tensor) -> Memory:
@@ -140,3 +149,35 @@ def test_a_kernel_is_asked_first_and_within_its_block_alone() -> None:
         near = attend_cache(query, key, value, sight, 100)  # refused: torch's attention
     assert torch.equal(near, expected) and asked == [0, 100]
     assert torch.equal(attend_cache(query, key, value, sight), expected)
+
+
+def prompt(drafter: Any, length: int) -> TargetStates:
+    """A prompt with made-up states of the micro target."""
+    generator, hidden = torch.Generator().manual_seed(length), 16
+    tokens = torch.randint(41, (1, length), generator=generator)
+    taps = torch.randn(1, length, len(drafter.needs.taps), hidden, generator=generator)
+    last = torch.randn(1, length, hidden, generator=generator)
+    positions = torch.arange(length)[None]
+    return TargetStates(tokens, tokens, positions, positions >= 0, taps, last)
+
+
+@pytest.mark.parametrize("name", ["distilled", "pard", "peagle", "native_mtp", "mtp"])
+def test_the_memory_for_a_prompt_grows_with_its_length(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with its square; and the stretches that a long prompt is read in change nothing."""
+    drafter = build(name, micro_target(torch.float32)).eval()
+    largest, states = [], []
+    with torch.no_grad():
+        for length, most in ((256, 1 << 13), (512, 1 << 13), (512, sight_module.MASK_ELEMENTS)):
+            monkeypatch.setattr(sight_module, "MASK_ELEMENTS", most)
+            with Footprint() as footprint:
+                states.append(
+                    drafter.start(prompt(drafter, length), TokenTree.chain(3), length + 64)
+                )
+            largest.append(footprint.largest)
+    assert largest[1] <= 2 * largest[0] < largest[2]
+    stretches, dense = states[1:]
+    torch.testing.assert_close(stretches.output, dense.output)
+    for found, expected in zip(stretches.keys, dense.keys, strict=True):
+        torch.testing.assert_close(found, expected)

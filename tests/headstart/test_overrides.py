@@ -66,7 +66,11 @@ def test_groups() -> None:
     ]
 
 
-def test_an_option_by_name_and_anything_else_by_path() -> None:
+def test_an_option_by_name_a_mapping_by_key_and_anything_else_by_path() -> None:
+    assert name_or_path("data", "jsonl", {"limit": 10, "benches": []}) == [
+        "data.limit=10",
+        "data.benches=[]",
+    ]
     assert name_or_path("target", "local", "qwen3_8b") == ["target=qwen3_8b"]
     assert name_or_path("target", "local", "Qwen/Qwen3-8B") == [
         "target=local",

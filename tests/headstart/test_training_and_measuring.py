@@ -223,6 +223,13 @@ def test_the_call_for_a_model_of_ones_own_composes(repository: Path) -> None:
     assert found.run.directory == Path("outputs/qwen3-8b")
 
 
+def test_keys_of_the_target_and_the_data_are_given_as_mappings() -> None:
+    found = compose("medusa", {"dtype": "float32"}, {"limit": 10}, None, None, None, (), {})
+    plain = compose("medusa", None, None, None, None, None, (), {})
+    assert (found.target.dtype, found.data.limit) == ("float32", 10)
+    assert (found.target.path, found.data.path) == (plain.target.path, plain.data.path)
+
+
 def test_a_recipe_keeps_its_run_unless_another_is_named() -> None:
     recipe = {"experiment": "demo"}
     for run, expected in ((None, "demo"), ("mine", "mine")):

@@ -7,14 +7,20 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from heads.api.kinds import kind_names
+from heads.api.registry import get_kind
 from scripts.cli import main
-from scripts.config.fields import group_fields, leaves
+from scripts.config.fields import Field, group_fields, kind_fields, leaves, spelt
+from scripts.config.schema import group_classes, plain
 from scripts.config.stages import STAGES, Stage
 from tests import forked
 
@@ -260,6 +266,25 @@ def test_the_keys_set_most_often_exist(stage: Stage) -> None:
         assert group in stage.groups
         found = dict(leaves(group, group_fields(group, {"kind": "medusa"})))
         assert ".".join([group, *below]) in found
+
+
+@pytest.mark.parametrize("group", [*group_classes(), *(f"head={kind}" for kind in kind_names())])
+def test_help_has_every_key_once_with_its_default(group: str) -> None:
+    """As read from the source, against the classes themselves."""
+    if kind := group.partition("=")[2]:
+        require_same(get_kind(kind).config_class, kind_fields(kind))
+    else:
+        require_same(group_classes()[group], group_fields(group, {}))
+
+
+def require_same(cls: type, shown: Sequence[Field]) -> None:
+    types = get_type_hints(cls)
+    assert [field.name for field in shown] == [field.name for field in fields(cls)]
+    for one, real in zip(shown, fields(cls), strict=True):
+        if is_dataclass(types[real.name]):
+            require_same(types[real.name], one.below)
+        elif real.default is not MISSING:
+            assert one.default == spelt(plain(real.default))
 
 
 def test_a_reader_that_goes_ends_the_command_quietly() -> None:

@@ -18,7 +18,9 @@ from inference.manifest import file_sha256, read_manifest
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.cli import main
-from scripts.stages.features import require_no_writers
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
+from scripts.stages.features import all_heads, require_no_writers
 from tests import forked
 from tests.train.features import vllm_stub
 from tests.train.launch import environment
@@ -95,6 +97,18 @@ def test_a_store_for_several_heads_holds_what_any_of_them_reads(
     assert main(command(micro, tmp_path, "features.heads=[medusa]")) == 0
     said = capsys.readouterr().out
     assert re.search(r"^eagle3 .*\n^medusa .*\n^all of them ", said, re.M)
+
+
+def test_further_heads_have_none_of_the_settings_of_the_first() -> None:
+    given = ["experiment=qwen3_8b_eagle3", "head.decay=0.5", "features.heads=[medusa,dflash]"]
+    found = all_heads(load_settings(STAGES["features"], given))
+    assert [(name, kind) for name, kind, _ in found] == [
+        ("eagle3", "eagle3"),
+        ("medusa", "medusa"),
+        ("dflash", "dflash"),
+    ]
+    assert (found[0][2].ttt_steps, found[0][2].decay) == (7, 0.5)
+    assert found[1][2] == load_settings(STAGES["train"], ["head=medusa"]).head.config
 
 
 def test_a_killed_writer_is_continued_and_nothing_is_written_twice(

@@ -25,12 +25,12 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft_file import write_draft
 from inference.server.config import ADMIN_VARIABLE, ServeConfig
-from scripts.config.schema import load_settings
+from scripts.config.schema import load_settings, read_settings
 from scripts.config.stages import STAGES
 from scripts.run.drafters import Found, draft_settings
 from scripts.stages import learn, relay
 from scripts.stages.learn import exporting, learning_rate, sampled_folder
-from scripts.stages.serve import admin_for
+from scripts.stages.serve import admin_for, require_trials
 from tests.train.learning.traffic import prepare
 from train.learning.journal import Entry, read_journal, writing
 
@@ -308,7 +308,7 @@ def test_settings_that_no_cycle_reads_are_refused(given: str, instead: str, tmp_
         learn.run(load_settings(STAGES["learn"], [given, "learn.server=http://127.0.0.1:1"]))
     served = load_settings(STAGES["serve"], [f"serve.learn_settings=['{given}']"])
     with pytest.raises(UserError, match=words):
-        learn.start_learner(served, tmp_path, [], {})
+        learn.start_learner(served, tmp_path, {}, {})
 
 
 def test_a_learner_starts_beside_modules_of_the_users_own(
@@ -317,8 +317,49 @@ def test_a_learner_starts_beside_modules_of_the_users_own(
     """In a folder with a train.py or scripts/, only `headstart` finds Headstart's packages."""
     commands: list[list[str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
-    learn.start_learner(load_settings(STAGES["serve"], []), tmp_path, [], {})
+    learn.start_learner(load_settings(STAGES["serve"], []), tmp_path, {}, {})
     assert commands[0][1:4] == ["-m", "headstart", "learn"]
+
+
+@pytest.mark.parametrize("name", ["plain", "o'neil", "${x}", 'a,b "(1)"', "back\\slash", "a=b: #c"])
+def test_a_learner_gets_its_folder_whatever_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: None)
+    folder = tmp_path / name
+    whom = {"drafter": str(folder / "drafter")}
+    learn.start_learner(load_settings(STAGES["serve"], []), folder, whom, {})
+    found = read_settings(STAGES["learn"], folder / learn.SETTINGS_FILE).learn
+    assert (found.folder, found.drafter) == (str(folder), whom["drafter"])
+    assert found.parent == os.getpid()
+
+
+def test_cycles_train_with_the_draft_of_the_server(tmp_path: Path) -> None:
+    """Not with the one that the drafter was trained for, nor `decode`'s."""
+    drafter = prepare(tmp_path) / "drafter"
+    write_draft(drafter, asdict(DecodeConfig(depth=6)))
+    server: Any = SimpleNamespace(current=lambda: str(drafter))
+    settings = load_settings(STAGES["learn"], [f"run.root={tmp_path}"])
+    with writing(tmp_path) as journal:
+        for draft, depth in (({"depth": 2}, 2), ({}, 6)):
+            found = learn.cycle_settings(settings, tmp_path, server, journal, draft)
+            assert found.decode.depth == depth
+
+
+@pytest.mark.parametrize(
+    ("decode", "words"),
+    [
+        (DecodeConfig(adaptive="confidence", depth=6), r"decode\.adaptive.*decode\.depth=6"),
+        (DecodeConfig(compile=True), r"decode\.compile"),
+        (DecodeConfig(ahead=True), r"decode\.ahead"),
+    ],
+)
+def test_settings_with_which_no_candidate_can_be_tried_are_refused_at_the_start(
+    decode: DecodeConfig, words: str
+) -> None:
+    with pytest.raises(UserError, match=f"serve.learn and serve.sample .*{words}"):
+        require_trials(decode)
+    require_trials(DecodeConfig())
 
 
 def test_settings_of_a_recipe_that_no_cycle_reads_are_left_out() -> None:
@@ -357,7 +398,7 @@ def test_sampling_for_another_learner_needs_a_token_that_both_know(
     monkeypatch.setenv(ADMIN_VARIABLE, "a-token-of-sixteen")
     given = admin_for(ServeConfig(sample=True))
     assert given is not None and given.value == b"a-token-of-sixteen"
-    for wrong in ({"learn": True}, {"records_redact": True}):
+    for wrong in ({"learn": True}, {"records_redact": True}, {"watch_folder": "x"}):
         with pytest.raises(UserError, match=r"serve\.sample"):
             ServeConfig(sample=True, **wrong)
 

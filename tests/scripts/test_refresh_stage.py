@@ -4,6 +4,7 @@ after a stop."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,15 @@ import torch
 
 from heads.api.checkpoint import build_config, new_drafter, read_config, save_drafter
 from heads.api.errors import UserError
+from inference.decoding.config import DecodeConfig
+from inference.decoding.draft_file import write_draft
 from inference.manifest import read_manifest
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.cli import main
 from scripts.config.own import RunConfig
+from scripts.config.schema import load_settings
+from scripts.config.stages import STAGES
 from scripts.run import drafters
 from scripts.run.folder import read_config as read_stage_config
 from scripts.stages.refresh import parts, stage
@@ -174,6 +179,24 @@ def test_what_later_stages_read_of_a_refresh_is_what_it_used(
         trained.parents[2] / "generate",
         Path("outputs/refresh/generate").resolve(),
     }
+
+
+@pytest.mark.parametrize(("given", "depth"), [([], 6), (["decode.depth=2"], 2)])
+def test_a_draft_that_is_asked_for_is_used(
+    given: list[str], depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, seen = drafters.Found("old", "distilled", tmp_path), list[int]()
+    write_draft(tmp_path, asdict(DecodeConfig(depth=6)))
+
+    def stop(settings: object, old: object, decode: DecodeConfig, *rest: object) -> None:
+        seen.append(decode.depth)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stage, "answer", stop)
+    settings = load_settings(STAGES["refresh"], [f"run.root={tmp_path}", *given])
+    with pytest.raises(KeyboardInterrupt):
+        stage.refresh(settings, old, tmp_path / "train", tmp_path / "seconds.json", {})
+    assert seen == [depth]
 
 
 def test_tau_is_measured_on_prompts_that_no_training_read(

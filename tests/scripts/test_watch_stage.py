@@ -24,7 +24,7 @@ from inference.engines.client import PROBE
 from inference.manifest import checkpoint_hash
 from inference.measure.prompts import load_prompts, to_requests
 from inference.report.model import write_report
-from inference.staleness.comparison import read_recorded
+from inference.staleness.comparison import Comparison, read_recorded
 from inference.staleness.reference import Reference
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
@@ -162,6 +162,26 @@ def test_fresh_answers_are_decoded_by_the_rule_of_references(
     assert "decode.rule is 'block'" in capsys.readouterr().err
     greedy = [f"watch.reference={reference}", "decode.rule=auto", "watch.max_prompts=12"]
     assert main(command(place, "target", "fresh.jsonl", *greedy)) in (0, 1)  # all accept the same
+
+
+def test_fresh_answers_are_sampled_as_the_reference_was(
+    place: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[DecodeConfig] = []
+    monkeypatch.setattr(
+        Comparison, "add_decoded", lambda self, prompts, folder, target, decode: seen.append(decode)
+    )
+    content = json.loads(reference.read_text())
+    assert content["sampling"]["top_p"] == 1.0
+    content |= {"temperature": 1.0, "sampling": content["sampling"] | {"top_p": 0.5, "top_k": 3}}
+    Path("sampled.json").write_text(json.dumps(content))
+    assert Reference.read(Path("sampled.json")).shown.count("top_k 3, top_p 0.5") == 1
+    del content["sampling"]  # as written earlier
+    Path("earlier.json").write_text(json.dumps(content))
+    for name in ("sampled", "earlier"):
+        given = [f"watch.reference={name}.json", "decode.top_p=0.8"]
+        assert main(command(place, "target", "fresh.jsonl", *given)) == 2  # nothing was decoded
+    assert [(one.temperature, one.top_p, one.top_k) for one in seen] == [(1, 0.5, 3), (1, 0.8, 0)]
 
 
 def test_a_system_prompt_stands_before_every_prompt(

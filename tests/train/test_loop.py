@@ -26,6 +26,7 @@ from inference.integrity import require_unchanged
 from inference.manifest import partial_of
 from inference.measure.run import quick_tau
 from inference.parity import ParityError
+from inference.target.memory import MemoryPlan
 from inference.target.model import TargetModel
 from tests.train.micro_run import settings
 from train import setup
@@ -126,6 +127,24 @@ def test_the_best_is_the_best_tau_and_patience_ends_the_run(
     target = TargetModel.load(arguments["target"])
     best = load_drafter(tmp_path / "best", target.info, target.weights).state_dict()
     assert all(torch.equal(value, seen[1][name]) for name, value in best.items())
+
+
+def test_a_measurement_takes_as_many_rows_as_fit_into_memory(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = settings(micro, max_steps=2, eval_every=1)
+    needed: list[int] = []
+    with monkeypatch.context() as roomy:
+        roomy.setattr(MemoryPlan, "require", lambda plan, *_: needed.append(plan.total))
+        best = train(out=tmp_path / "roomy", **arguments)["best"]
+    free = needed[0] // 2
+    monkeypatch.setattr("inference.decoding.engine.free_bytes", lambda device: free)
+    assert train(out=tmp_path / "tight", **arguments)["best"] == best
+    (told,) = (line for line in caplog.messages if line.startswith("tau is measured in"))
+    assert "in 2 rows at a time instead of train.eval_batch=8: a batch of 6 rows" in told
+    monkeypatch.setattr("inference.decoding.engine.free_bytes", lambda device: free // 4)
+    with pytest.raises(UserError, match=r"not even one row fits.*train\.eval_tokens"):
+        train(out=tmp_path / "none", **arguments)
 
 
 def test_a_stopped_run_stays_stopped_by_patience(

@@ -12,6 +12,8 @@ from train.data.tables import BadRowError
 
 THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 OPENED_BY_THE_PROMPT = re.compile(r"\A(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+NEXT: Message = {"role": "assistant", "content": "."}
+"""Placeholder for the next answer, before which the reasoning of earlier ones is dropped."""
 CUT_ATTEMPTS = 12
 LONGEST_BEGINNING = 600
 """Most characters of a plain text that the target gets to continue."""
@@ -31,6 +33,12 @@ def apply_reasoning(messages: Sequence[Message], policy: str) -> list[Message]:
             raise BadRowError("an assistant turn is nothing but reasoning")
         changed[place] = message
     return changed
+
+
+def before_answer(messages: Sequence[Message], place: int, policy: str) -> list[Message]:
+    """The messages before an answer at `place`, their reasoning kept or dropped by `policy`: those
+    of the assistant are earlier turns."""
+    return apply_reasoning([*messages[:place], NEXT], policy)[:-1]
 
 
 def without_thinking(text: str) -> str:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from heads.api.errors import UserError, suggest
-from inference.target.chat import Message, Span, check_messages, check_unicode, spans_of
+from inference.target.chat import (
+    Message,
+    Span,
+    check_messages,
+    check_unicode,
+    spans_of,
+    without_nulls,
+)
 from train.data.config import SourceConfig
 from train.data.tables import BadRowError, RawRow
 
@@ -278,7 +285,9 @@ def read_text(value: Any, what: str) -> str:
 
 def read_tools(value: Any) -> tuple[dict[str, object], ...] | None:
     """Descriptions of tools, given as a list or its JSON, None for none; raises `BadRowError`."""
-    if isinstance(value, str) and value.strip():
+    if not isinstance(value, str):
+        value = without_nulls(value)
+    elif value.strip():
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

@@ -1,7 +1,8 @@
 """Keeps held-out prompts, of benchmarks and of tau's measurements, out of the training data.
 
 A row repeats a held-out prompt if one of its messages contains a run of 50 letters and digits of it
-(case, signs and spaces do not count; about eight words), or equals all of it. Runs that many
+(case, signs and spaces do not count; about eight words; a Chinese, Japanese or Korean character
+counts as two), or equals all of it. Runs that many
 held-out prompts share are their template, not their content, and do not count.
 """
 
@@ -24,7 +25,7 @@ from inference.measure.datasets import DatasetConfig, Loaded, load_bench_prompts
 from inference.measure.prompts import CONTENT_KEYS, Prompt, load_prompts
 from train.data import tables
 from train.data.config import DataConfig
-from train.data.dedup.shingles import Bytes, normalise, shingles, whole
+from train.data.dedup.shingles import Bytes, normalise, runs_of, shingles, whole
 from train.data.reserve import Decode, prompt_of
 from train.data.sources import SkippedRow, Source
 from train.data.tables import BadRowError
@@ -32,7 +33,7 @@ from train.data.tables import BadRowError
 logger = logging.getLogger(__name__)
 
 WIDTH = 50
-"""Bytes of a run."""
+"""Letters and digits of a run (`dedup.shingles.runs_of`)."""
 TEMPLATE = 10
 """A run that more prompts of one source share is their template."""
 EXAMPLES = 10
@@ -59,13 +60,19 @@ class HeldOutIndex:
         self.names: list[tuple[str, str]] = []
         self._whole: dict[int, int] = {}
         hashes, owners, sources = [], [], []
+        known = set[tuple[str, int]]()
         for number, (source, name, texts) in enumerate(prompts):
             self.names.append((source, name))
             for content in map(normalise, texts):
                 # A short message of several, such as "yes", is not specific to its prompt.
-                if len(content) >= (WIDTH if len(texts) > 1 else 1):
-                    self._whole.setdefault(whole(content), number)
-                hashes.append(np.unique(shingles(content, WIDTH)))
+                runs, text = np.unique(shingles(content, WIDTH)), whole(content)
+                if len(runs) if len(texts) > 1 else len(content):
+                    self._whole.setdefault(text, number)
+                # A text that a source repeats is one text: its runs are no template.
+                if (source, text) in known:
+                    continue
+                known.add((source, text))
+                hashes.append(runs)
                 owners.append(np.full(len(hashes[-1]), number, dtype=np.int64))
             sources.append(source)
         self._hashes, self._owners = _content_only(hashes, owners, sources)
@@ -90,9 +97,10 @@ class HeldOutIndex:
             places = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
             hits = np.flatnonzero(self._hashes[places] == hashes)
             if len(hits):
-                first = int(hits[0])
-                owner = int(self._owners[places[first]])
-                return Repeat(*self.names[owner], _excerpt(content[first : first + WIDTH]))
+                owner = int(self._owners[places[hits[0]]])
+                begins, ends = runs_of(content, WIDTH)
+                found = content[begins[hits[0]] : ends[hits[0]]]
+                return Repeat(*self.names[owner], _excerpt(found))
         return None
 
 

@@ -35,13 +35,14 @@ from inference.folders import discard
 from inference.manifest import PARTIAL, file_sha256, write_bytes, write_json
 from train.data.answers import RESERVED, USES, parquet_bytes
 from train.data.config import DataConfig, SourceConfig
+from train.data.conversation import beginning_of, places_to_answer
 from train.data.dedup.duplicates import HELD_OUT, KEPT, REASONS, KeyFiles, append_durably, judge
 from train.data.dedup.shingles import SIGNATURE, band_keys, normalise, signature, whole
 from train.data.held_out import Findings, HeldOutIndex, add_finding
 from train.data.parquet import readable
-from train.data.reserve import UNUSABLE, Fits, StoredRows, conversation_of, reserve
+from train.data.reserve import UNUSABLE, Fits, StoredRows, conversation_of, prompt_tokens, reserve
 from train.data.sources import Mixture, Row, RowContent, SkippedRow, content_hash
-from train.data.tables import local_files
+from train.data.tables import BadRowError, local_files
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +91,18 @@ def ingest(
     progress: Callable[[int], None] = lambda rows: None,
     answered: bool = False,
     fits: Fits = lambda prompt: True,
+    sampled: bool = False,
 ) -> Input:
     """Read all rows into `folder`, continue an earlier reading, or use a complete one. decode: text
     of token ids; progress: called with the rows read; answered: the rows themselves are no longer
-    needed; fits: whether the target can answer a prompt that may be held out. Raises `UserError`
-    for sources that cannot be read."""
-    identity = identity_of(data, held_out)
+    needed; fits: whether the target can answer a prompt that may be held out; sampled: whether the
+    target answers the rows, whose own answers are then not compared. Raises `UserError` for sources
+    that cannot be read."""
+    identity = identity_of(data, held_out, sampled)
     known = read_input(folder)
     if known is not None and known[0] == identity and (answered or (folder / VERDICT).is_file()):
         return known[1]
-    reader = Reader(data, folder, held_out, decode)
+    reader = Reader(data, folder, held_out, decode, sampled)
     state = read_state(folder)
     if state is None or state.get("identity") != identity or not reader.restore(state):
         discard(folder)
@@ -116,6 +119,7 @@ class Reader:
     folder: Path
     held_out: HeldOutIndex | None
     decode: Callable[[tuple[int, ...]], str]
+    sampled: bool = False
 
     def __post_init__(self) -> None:
         self.keys = KeyFiles(self.folder / KEYS)
@@ -197,13 +201,40 @@ class Reader:
             made.numbers.append(row.index)
             made.ids.append(whole(_utf8(row.id)))
             if self.data.deduplicate != "none":
-                text = "\n".join(texts)
+                text = "\n".join(self._learned(row) or texts)
                 letters = normalise(text)
+                # Rows with other tools are other rows, however alike the rest of them is.
+                tools = whole(normalise(json.dumps(row.tools, sort_keys=True))) if row.tools else 0
                 # A text without letters and digits has nothing to compare.
-                made.texts.append(whole(letters if len(letters) else _utf8(text)))
+                made.texts.append(whole(letters if len(letters) else _utf8(text)) ^ tools)
                 if self.data.deduplicate == "near":
-                    made.signatures.append(signature(letters))
+                    made.signatures.append(signature(letters) ^ np.uint32(tools >> 32))
         return made
+
+    def _learned(self, row: Row) -> list[str]:
+        """The texts of a row by which duplicates are found: all, or if the target answers the row
+        only those that it reads; tool calls included."""
+        turn = self.data.turn
+        if row.messages is None:
+            if self.sampled and row.text is not None:
+                return [beginning_of(row.text)]
+            asked = prompt_tokens(row, turn) if self.sampled else ()
+            return [self.decode(asked)] if asked else []
+        messages = row.messages
+        if self.sampled:
+            try:
+                places = places_to_answer(messages, turn)
+            except BadRowError:  # it has no prompt
+                places = []
+            if places:
+                kept = [at for at in range(places[-1]) if at not in places]
+                messages = tuple(messages[at] for at in kept)
+        texts = []
+        for message in messages:
+            texts.append(message["content"])
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            texts += [json.dumps(call, sort_keys=True) for call in calls]
+        return texts
 
     def _texts(self, row: Row) -> list[str]:
         if row.text is not None:
@@ -338,15 +369,17 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     return read_object(path, REMOVE) if path.is_file() else None
 
 
-def is_input_of(folder: Path, data: DataConfig, held_out: HeldOutIndex | None) -> bool:
+def is_input_of(
+    folder: Path, data: DataConfig, held_out: HeldOutIndex | None, sampled: bool = False
+) -> bool:
     """Whether `folder` holds this data, completely or in part, or nothing yet."""
     known, state = read_input(folder), read_state(folder)
     found = [known[0]] if known else []
     found += [str(state.get("identity"))] if state else []
-    return not found or identity_of(data, held_out) in found
+    return not found or identity_of(data, held_out, sampled) in found
 
 
-def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
+def identity_of(data: DataConfig, held_out: HeldOutIndex | None, sampled: bool = False) -> str:
     """Hash of all that decides the rows: sources, their files' sizes and times, what is left
     out."""
     names = ("deduplicate", "near_share", "decontaminate", "seed", "limit")
@@ -364,6 +397,10 @@ def identity_of(data: DataConfig, held_out: HeldOutIndex | None) -> str:
     if is_reserving(data):  # folders from before prompts were held out keep their hash
         known = [file_sha256(Path(path)) for path in data.reserve.prompts if Path(path).is_file()]
         content += [asdict(data.reserve), known, data.turn, data.reasoning]
+    if data.deduplicate != "none" and sampled and data.turn != "last":
+        content.append(["answers of the target", data.turn])
+    elif data.deduplicate != "none" and not sampled:
+        content.append("answers of the data")
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

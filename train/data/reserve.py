@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from heads.api.errors import UserError
 from inference.measure.prompts import Prompt, load_prompts
 from train.data.config import DataConfig, ReserveConfig
-from train.data.conversation import apply_reasoning, beginning_of, places_to_answer
+from train.data.conversation import before_answer, beginning_of, places_to_answer
 from train.data.dedup.duplicates import BENCH, KEPT, REPEATS_HELD, VALIDATION
 from train.data.dedup.overlap import SAMPLE, Asked, PromptIndex, asked, joined
 from train.data.dedup.shingles import normalise, whole
@@ -78,10 +78,10 @@ def prompt_of(row: Row, data: DataConfig) -> Prompt:
         if not tokens:
             raise BadRowError("there is no prompt before the answer")
         return Prompt(*named, tokens=tokens)
-    messages = apply_reasoning(row.messages, data.reasoning)
-    end = places_to_answer(messages, "first" if data.turn == "first" else "last")[0]
+    end = places_to_answer(row.messages, "first" if data.turn == "first" else "last")[0]
+    messages = before_answer(row.messages, end, data.reasoning)
     given: dict[str, Any] = {"tools": row.tools, "arguments": dict(data.template_arguments) or None}
-    return Prompt(*named, messages=tuple(messages[:end]), **given)
+    return Prompt(*named, messages=tuple(messages), **given)
 
 
 def prompt_tokens(row: Row, turn: str) -> tuple[int, ...]:
@@ -135,13 +135,17 @@ def choose(
     if not len(order):  # generation reports why no row can be used
         return {}
     wanted = counts_of(config, len(order))
-    pairs = candidates(data, rows, order.tolist(), fits)
+    found = list(islice(candidates(data, rows, order.tolist(), fits), sum(wanted.values())))
+    if len(found) < sum(wanted.values()):  # these are all that the target can answer
+        wanted = counts_of(config, len(found), f", of {len(order)}, whose prompts fit the target")
+    pairs = iter(found)
     return {use: list(islice(pairs, count)) for use, count in wanted.items()}
 
 
-def counts_of(config: ReserveConfig, conversations: int) -> dict[str, int]:
+def counts_of(config: ReserveConfig, conversations: int, which: str = "") -> dict[str, int]:
     """How many prompts are held out, by use. If there are few conversations, as many as a
-    measurement needs at least; raises `UserError` if none would be left to train on."""
+    measurement needs at least; raises `UserError` if none would be left to train on. which: says
+    for the error what is special about these conversations."""
     wanted = {
         use: min(most, max(LEAST[use], int(conversations * config.share)))
         for use in LEAST
@@ -152,12 +156,12 @@ def counts_of(config: ReserveConfig, conversations: int) -> dict[str, int]:
         wanted = {use: min(count, FEWEST[use]) for use, count in wanted.items()}
         too_few = sum(wanted.values()) >= conversations
     if too_few:
+        counts = " and ".join(f"{count} for {use}" for use, count in wanted.items())
         raise UserError(
-            f"the data has {conversations} usable conversations: too few to hold prompts out of it "
-            f"({' and '.join(f'{count} for {use}' for use, count in wanted.items())}). Give more "
-            "data, or prompts of your own: train.prompts=[validation.jsonl], and bench=jsonl "
-            "bench.prompts=measured.jsonl (data.reserve.validation=0 and data.reserve.bench=0 hold "
-            "nothing out)."
+            f"the data has {conversations} usable conversations{which}: too few to hold prompts "
+            f"out of it ({counts}). Give more data, or prompts of your own: "
+            "train.prompts=[validation.jsonl], and bench=jsonl bench.prompts=measured.jsonl "
+            "(data.reserve.validation=0 and data.reserve.bench=0 hold nothing out)."
         )
     return wanted
 

@@ -32,7 +32,7 @@ from inference.engines.client import PROBE
 from inference.target.model import TargetModel
 from train.features.config import FeaturesConfig
 from train.features.last_state import agrees
-from train.features.servers import Address, FailureError, Servers
+from train.features.servers import Address, BusyError, FailureError, Servers
 
 MOST_AROUND, TOKEN_BYTES = 1 << 20, 256
 """Bytes that an answer may have besides its tokens, and per token."""
@@ -127,6 +127,8 @@ class EngineClient(ABC):
             if server in self._models:
                 return self._models[server]
             ended, failure = self._refused.get(server, (-math.inf, None))
+            if isinstance(failure, BusyError) and ended >= came:
+                raise BusyError(str(failure), failure.wait) from failure
             if failure is not None and ended >= came:
                 raise FailureError(str(failure)) from failure
             try:

@@ -1,7 +1,8 @@
 """Feature servers over HTTP: each is asked in turn, and another one after a failure.
 
 A server that failed rests for a while, which grows with its consecutive failures. Meanwhile,
-another server that does not rest is asked instead.
+another server that does not rest is asked instead. A busy server rests as long as it asks for, and
+is waited for without counting a failed attempt.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from urllib.parse import urlsplit
 
 from heads.api.errors import UserError
 from heads.api.reading import parse_json
+from inference.engines.client import asked_wait
 from inference.server.front.tls import client_context
 from train.features.config import FeaturesConfig
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
-LATER = (http.client.REQUEST_TIMEOUT, http.client.TOO_MANY_REQUESTS)
+LATER = (http.client.REQUEST_TIMEOUT,)
 """Refusals after which another attempt may succeed."""
+BUSY_SECONDS = 600.0
+"""How long a request is repeated while servers say that they are busy, which counts as no failed
+attempt."""
 PIECE = 1 << 20
 """Most bytes of an answer that are read at once."""
 Found = TypeVar("Found")
@@ -36,6 +41,15 @@ Found = TypeVar("Found")
 
 class FailureError(Exception):
     """A failed request that may succeed another time, with the reason."""
+
+
+class BusyError(FailureError):
+    """A server that is busy. wait: the seconds after which it wants to be asked again, if it says
+    so."""
+
+    def __init__(self, reason: str, wait: float | None) -> None:
+        super().__init__(reason)
+        self.wait = wait
 
 
 class Address(NamedTuple):
@@ -101,26 +115,35 @@ class Servers:
 
     def in_turn(self, ask: Callable[[Address], Found]) -> Found:
         """Call `ask` with one server after another until one answers; raises `UserError` if all
-        attempts fail, `CancelledError` after `stop`."""
+        attempts fail or all servers are busy for too long, `CancelledError` after `stop`."""
         failures: dict[str, str] = {}
-        retries = self.config.retries
-        for attempt in range(retries + 1):
+        attempts, failed, begun = 0, 0, time.monotonic()
+        while failed <= self.config.retries:
             server = self._next()
+            attempts += 1
             try:
                 found = ask(server)
             except FailureError as failure:
                 failures[str(server)] = str(failure)
                 message = "%s %s: %s (attempt %d)"
-                logger.warning(message, self.what, server, failure, attempt + 1)
-                self._rest(server)
+                logger.warning(message, self.what, server, failure, attempts)
+                if isinstance(failure, BusyError):
+                    self._rest(server, failure.wait)
+                    pause = self._until_rested()
+                    if time.monotonic() + pause - begun > BUSY_SECONDS:
+                        break
+                else:
+                    self._rest(server)
+                    pause = pause_after(failed)
+                    failed += 1
             else:
                 self._failures[server] = 0
                 return found
-            if attempt < retries and self._stopped.wait(pause_after(attempt)):
+            if failed <= self.config.retries and self._stopped.wait(pause):
                 raise CancelledError
         reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
         raise UserError(
-            f"no features after {retries + 1} attempts ({reasons}). Look at these "
+            f"no features after {attempts} attempts ({reasons}). Look at these "
             "servers, or raise features.timeout_seconds and features.retries; this command "
             "continues from its last saved state."
         )
@@ -138,10 +161,17 @@ class Servers:
                 self._rested[chosen] = now + pause_after(self._failures[chosen])
             return chosen
 
-    def _rest(self, server: Address) -> None:
+    def _rest(self, server: Address, wait: float | None = None) -> None:
+        """Let a server rest for `wait` seconds; None: longer after each failure."""
         with self._lock:
-            self._rested[server] = time.monotonic() + pause_after(self._failures[server])
+            pause = pause_after(self._failures[server]) if wait is None else wait
+            self._rested[server] = time.monotonic() + pause
             self._failures[server] += 1
+
+    def _until_rested(self) -> float:
+        """Seconds until some server does not rest, at least the shortest pause."""
+        with self._lock:
+            return max(FIRST_PAUSE, min(self._rested.values()) - time.monotonic())
 
     @property
     def stopped(self) -> bool:
@@ -194,6 +224,11 @@ class Servers:
         if answer.status == http.client.OK:
             return content
         sentence = error_of(content) or f"it gave no reason; is it a {self.what}?"
+        wait = asked_wait(answer.headers.get("Retry-After", ""))
+        full = answer.status == http.client.SERVICE_UNAVAILABLE and wait is not None
+        # Engines that have failed answer with 503 too, but do not ask for another attempt.
+        if full or answer.status == http.client.TOO_MANY_REQUESTS:
+            raise BusyError(f"status {answer.status}, {sentence}", wait)
         if answer.status >= http.client.INTERNAL_SERVER_ERROR or answer.status in LATER:
             raise FailureError(f"status {answer.status}, {sentence}")
         unknown = answer.status == http.client.UNAUTHORIZED

@@ -84,8 +84,9 @@ def branches_of(
 ) -> Iterator[Branch]:
     """The branches of one answer (a row of answers), from its verifications: one at each first
     error within the first `config.branch_within` tokens of an answer, if the target gave the
-    rejected token enough probability. A verification that the tokens contradict belongs to another
-    answer to the same prompt, and is left out.
+    rejected token enough probability. A branch begins where its document does, since a row may
+    hold several. A verification that the tokens contradict belongs to another answer to the same
+    prompt, and is left out.
     """
     tokens, least = row["tokens"], math.log(config.branch_likely)
     places = [(low, min(high, low + config.branch_within)) for low, high in row["spans"]]
@@ -96,5 +97,6 @@ def branches_of(
             continue
         refused, log_p = one["drafted"][depth - 1], one["log_p"][depth - 1]
         if tokens[at] == one["pick"] and log_p is not None and log_p >= least:
-            name, whole = f"{row['id']}/{at}-{refused}", [*tokens[:at], refused]
+            begin = max((part for part in row["parts"] if part <= at), default=0)
+            name, whole = f"{row['id']}/{at}-{refused}", [*tokens[begin:at], refused]
             yield {"id": name, "domain": row["domain"], "tokens": whole, "log_p": log_p}

@@ -6,7 +6,10 @@ several turns to answer are answered in rounds: each answer is context of the ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from heads.api.errors import UserError
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
 from inference.integrity import require_unchanged
+from inference.target.memory import BatchMemoryError
 from inference.target.model import TargetModel
 from inference.terminal import make_console
 from train.data.answers import FAILED, INPUT, SKIPPED, PartWriter, StoredAnswer
@@ -35,15 +39,29 @@ from train.generate.turns import Backend, Refused, Talk, keep_answer
 from train.processes import own_device, terminable
 from train.recording import PartRecords
 
+logger = logging.getLogger(__name__)
+
 
 class OwnDecoder:
     """The bundled decoder."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._told = False
 
     def sample(self, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-        return sample_answers(self.engine, requests)
+        return sample_answers(self.engine, requests, self._tell)
+
+    def _tell(self, rows: int, error: BatchMemoryError) -> None:
+        """Say once that requests are decoded in fewer rows."""
+        if not self._told:
+            logger.warning(
+                "prompts that do not fit into memory together are decoded in fewer rows at a time, "
+                "here in %d: %s Here decode.batch_size is sampling.batch_size; the longest prompt "
+                "decides what each row takes, and data.max_prompt_tokens leaves out longer ones",
+                *(rows, error),
+            )
+        self._told = True
 
 
 def load_target(job: GenerateJob) -> AnyTarget:
@@ -184,18 +202,36 @@ class Answering:
         self.progress.update(task.id, advance=1, speed=f"{rate:,.0f} tokens/s" if rate else "")
 
 
-def sample_answers(engine: Engine, requests: Iterable[Request]) -> Iterator[Completion | Refused]:
-    """Decode all requests, in finishing order; those that the engine refuses become `Refused`."""
+def sample_answers(
+    engine: Engine,
+    requests: Iterable[Request],
+    tell: Callable[[int, BatchMemoryError], None] = lambda rows, error: None,
+) -> Iterator[Completion | Refused]:
+    """Decode all requests, in finishing order; those that the engine refuses become `Refused`. The
+    longest come first: if they do not fit into memory together, some of them are decoded in fewer
+    rows before the others, and `tell` is called with these rows and the reason."""
     waiting = {request.index: request for request in requests}
+    fewer, count, longest = engine, len(waiting), engine.decode.batch_size
     while waiting:
+        asked = list(islice(waiting.values(), count))
+        rows = min(fewer.decode.batch_size, len(asked))
         try:
-            for completion in engine.run(list(waiting.values())):
+            for completion in fewer.run(asked):
                 del waiting[completion.request.index]
                 yield completion
-        except UserError:
+        except UserError as error:
+            if isinstance(error, BatchMemoryError) and rows > 1:
+                if fewer is engine:  # more of them each time, since new buffers take time
+                    count, longest = longest, 2 * longest
+                rows = max(1, min(error.fits, rows - 1))
+                fewer = copy(engine)  # it shares the buffers, so that only one set is in memory
+                fewer.decode = replace(engine.decode, batch_size=rows)
+                tell(rows, error)
+                continue
             # One of them is at fault, but the engine does not reliably say which. So they are tried
             # one by one up to that one.
             yield from _until_refused(engine, waiting)
+        fewer, count = engine, len(waiting)
 
 
 def _until_refused(engine: Engine, waiting: dict[int, Request]) -> Iterator[Completion | Refused]:

@@ -131,7 +131,8 @@ def read_accepted(job: GenerateJob, target: AnyTarget) -> Input:
     """The input. The files that it replaces, which include prompts held out of the answers, stay
     until the folder's answers are known to be of these settings; raises `UserError` otherwise."""
     folder, held_out = job.out / INPUT, load_held_out(job.data, decoder(target))
-    if not (job.out / SETTINGS).is_file() or is_input_of(folder, job.data, held_out):
+    known = (folder, job.data, held_out, job.config.answers == "sample")
+    if not (job.out / SETTINGS).is_file() or is_input_of(*known):
         return read_input(job, target, folder)
     with replace_part(folder, ("*",)) as fresh:
         read = read_input(job, target, fresh)
@@ -163,6 +164,7 @@ def read_input(job: GenerateJob, target: AnyTarget, folder: Path, again: bool = 
         progress=progress,
         answered=finished,
         fits=lambda prompt: is_answerable(job, target, prompt),
+        sampled=job.config.answers == "sample",
     )
     for source in read.report["sources"]:
         # Folders of earlier versions do not record how their rows were read.

@@ -16,6 +16,7 @@ from train.data.answers import StoredAnswer
 from train.data.config import DataConfig
 from train.data.conversation import (
     apply_reasoning,
+    before_answer,
     beginning_of,
     fit_document,
     fit_prompt,
@@ -58,8 +59,8 @@ class Talk:
         self.messages: list[Message] = []
         self.places = [0]
         if row.messages is not None:
-            self.messages = apply_reasoning(row.messages, data.reasoning)
-            self.places = places_to_answer(self.messages, data.turn)
+            self.places = places_to_answer(row.messages, data.turn)
+            self.messages = before_answer(row.messages, max(self.places, default=0), data.reasoning)
         if not self.places:
             raise BadRowError("the conversation has no turn to answer")
         self.turn = 0
@@ -111,8 +112,7 @@ class Talk:
             return
         self.messages[place : place + 1] = [{"role": "assistant", "content": text}]
         if self.data.reasoning == "last":
-            earlier = apply_reasoning([*self.messages[: place + 1], _NEXT], "last")
-            self.messages[: place + 1] = earlier[:-1]
+            self.messages[: place + 1] = before_answer(self.messages, place + 1, "last")
 
     def answer(self, status: str = "done", reason: str = "") -> StoredAnswer:
         """The row's answer: done with at least one answered turn, even if later ones failed."""
@@ -161,10 +161,6 @@ class Talk:
         if length > room:
             positions = self.target.info.max_position_embeddings
             raise BadRowError(f"prompt and answer may exceed the target's {positions} positions")
-
-
-_NEXT: Message = {"role": "assistant", "content": "."}
-"""Placeholder for the next answer, before which the reasoning of earlier ones is dropped."""
 
 
 def keep_answer(row: Row, target: AnyTarget, data: DataConfig) -> StoredAnswer:

@@ -34,9 +34,10 @@ all looks together this is proven if clients are draws from one traffic. For lim
 while clients differ, and for drifting traffic, the tests simulate it.
 
 For a server that tries no candidates, both drafters decode the same held-out prompts (`paired`).
-With d_t the candidate's acceptance less the drafter's on prompt t, and D the depth, the mean over
-stakes c of prod over t of 1 + c d_t / D is an e-value for a candidate with E[d] <= 0, since
--D <= d_t <= D. It is evaluated once.
+The turns of a conversation depend on one another, so a conversation is one observation. With d_t
+the mean over the prompts of conversation t of the candidate's acceptance less the drafter's, and D
+the depth, the mean over stakes c of prod over t of 1 + c d_t / D is an e-value for a candidate with
+E[d] <= 0, since -D <= d_t <= D and conversations are independent. It is evaluated once.
 """
 
 from __future__ import annotations
@@ -78,23 +79,44 @@ def needed_evidence(error_rate: float, attempt: int) -> float:
     return log(2.0**attempt / error_rate)
 
 
+def conversations(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The number of each prompt's conversation. Two prompts of which one begins with the other are
+    turns of one, as the prompt of a turn begins with that of the turn before."""
+    numbers, number, root = [0] * len(prompts), -1, list[int]()
+    # what begins with a prompt follows it in this order, before anything else
+    for place in sorted(range(len(prompts)), key=lambda one: tuple(prompts[one])):
+        tokens = list(prompts[place])
+        if number < 0 or tokens[: len(root)] != root:
+            number, root = number + 1, tokens
+        numbers[place] = number
+    return numbers
+
+
 def paired(
-    before: Sequence[float], after: Sequence[float], depth: int, error_rate: float
+    before: Sequence[float],
+    after: Sequence[float],
+    depth: int,
+    error_rate: float,
+    units: Sequence[int] = (),
 ) -> Outcome:
     """The outcome of decoding the same N prompts with both drafters; see the module.
 
     before, after: accepted drafts per verification of each prompt [N], N >= 1, from 0 to `depth`,
     with the drafter and with the candidate; error_rate: chance of accepting a candidate that is not
-    better. The bets are those of Waudby-Smith & Ramdas (2010.09686).
+    better; units: the conversation of each prompt [N], from 0 on without gaps; empty: every prompt
+    is one. The bets are those of Waudby-Smith & Ramdas (2010.09686).
     """
-    gains = (np.asarray(after) - np.asarray(before)) / depth
+    own = np.asarray(units if len(units) else range(len(before)))
+    sizes = np.bincount(own)
+    old, new = (np.bincount(own, np.asarray(one)) / sizes for one in (before, after))
+    gains = (new - old) / depth
     better, worse = (
         float(log_mean(np.log1p(sign * SHARES[:, None] * gains).sum(1, keepdims=True))[0])
         for sign in (1.0, -1.0)
     )
     needed, count = -log(error_rate), len(gains)
     verdict = BETTER if better >= needed else WORSE if worse >= needed else OPEN
-    means = float(np.mean(before)), float(np.mean(after))
+    means = float(np.mean(old)), float(np.mean(new))
     return Outcome(verdict, better, worse, needed, count, count, means)
 
 

@@ -90,6 +90,10 @@ class HttpServer:
         found = self._ask("GET", DRAFTER_PATH).get("samples")
         return Path(found) if found else None
 
+    def draft(self) -> dict[str, Any]:
+        """The settings of the server's draft by name; empty if it does not say them."""
+        return dict(self._ask("GET", DRAFTER_PATH).get("draft") or {})
+
     def install(self, checkpoint: Path) -> None:
         self._ask("POST", DRAFTER_PATH, {"checkpoint": str(checkpoint.resolve())})
 

@@ -39,7 +39,7 @@ from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
 from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
-from train.learning.comparison import paired
+from train.learning.comparison import conversations, paired
 from train.learning.config import LearnConfig
 from train.learning.traffic import MEASURING, RECORDS, VALIDATION
 from train.optim import OptimConfig, ScheduleConfig
@@ -126,8 +126,8 @@ def refresh(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
 
 def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
     """tau of the drafter that serves and of the candidate on held-out traffic, and the result of
-    comparing both prompt by prompt (`paired`). Raises `UserError` for a candidate with weights that
-    are not finite, and for one that does not fit the target."""
+    comparing both on each conversation (`paired`). Raises `UserError` for a candidate with weights
+    that are not finite, and for one that does not fit the target."""
     candidate = settings.candidate(number)
     prompts = load_prompts(settings.cycle(number) / MEASURING)
     target = TargetModel.load(settings.target)
@@ -153,7 +153,9 @@ def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
     if not both:
         raise UserError("no held-out prompt was verified with both drafters")
     acceptances = [own[n] for n in both], [new[n] for n in both]
-    shown = paired(*acceptances, len(before.unconditional), settings.learn.error_rate)
+    asked = {request.index: request.tokens for request in requests}
+    units = conversations([asked[n] for n in both])
+    shown = paired(*acceptances, len(before.unconditional), settings.learn.error_rate, units)
     tau = {"before": asdict(before), "after": asdict(after)}
     return {"prompts": len(requests), **tau, "paired": asdict(shown)}
 

@@ -41,6 +41,10 @@ GPUS = {
     "rtx3090": Gpu(71 * TERA, 24 * GIGA, 32 * GIGA, "3090"),
 }
 """Name in configurations -> figures (SXM where there are several)."""
+VARIANTS = {"H100 PCIe": 756 * TERA, "H100 NVL": 835 * TERA, "H200 NVL": 835 * TERA}
+"""How CUDA names slower variants of GPUs of the table -> bfloat16 FLOP/s."""
+UNKNOWN_VARIANTS = {"D", "Laptop", "MIG", "Ti"}
+"""Words in the names of other variants of these GPUs, and of parts of one."""
 PROBE_SIZE, PROBE_REPEATS = 1024, 5
 SLOW_PROBE = 0.5
 """Seconds from which on a product is not repeated: the number format is then emulated."""
@@ -74,8 +78,9 @@ def find_peak(
         name = torch.cuda.get_device_name(device)
         words = re.findall(r"\w+", name)  # whole ones: L40S is no L4, an A10G no A10
         for known in GPUS.values():
-            if known.word in words:
-                return Peak(known.peak, f"{name}, dense bfloat16, maker's figure")
+            if known.word in words and not UNKNOWN_VARIANTS.intersection(words):
+                slower = (peak for variant, peak in VARIANTS.items() if variant in name)
+                return Peak(next(slower, known.peak), f"{name}, dense bfloat16, maker's figure")
         return Peak(0.0, f"{name} is not in the table; give train.peak_tflops")
     return measured_peak(dtype, torch.get_num_threads(), again=again)
 

@@ -10,7 +10,7 @@ The count depends on where the target runs (`Division`, `target_pass`): with fea
 every process; with group in the last ones, ahead of the others, which train; with store and remote
 not in this launch.
 
-Legend: P trained weights, W processes that train.
+Legend: P trained weights, F weights of the drafter that are not trained, W processes that train.
 """
 
 from __future__ import annotations
@@ -248,25 +248,34 @@ def target_bytes(target: PlannedTarget, engine: EngineConfig, processes: int) ->
     return rest + -(-target.layer_bytes // processes) + 2 * target.largest_layer
 
 
+def frozen_bytes(frozen: int, engine: EngineConfig, processes: int) -> int:
+    """Bytes of a drafter's F frozen weights on one process, float32 as the trained ones."""
+    if engine.name == "torch" or engine.zero_stage < 3:
+        return 4 * frozen
+    return 0 if engine.offload == "all" else -(-4 * frozen // processes)
+
+
 class Counted(NamedTuple):
-    """The target, what the drafter needs of it, its trained weights, the target's bytes held in
-    parts, and one micro-batch."""
+    """The target, what the drafter needs of it, its trained weights and its frozen ones, the
+    target's bytes held in parts, and one micro-batch."""
 
     target: PlannedTarget
     needs: FeatureSpec
     weights: int
+    frozen: int
     parts: int
     dry: DryStep
 
 
 def memory(job: TrainingJob, counted: Counted, trainers: int) -> dict[str, int]:
     """Bytes on a training process at a step's peak, by use."""
-    target, needs, weights, parts, dry = counted
+    target, needs, weights, frozen, parts, dry = counted
     rows, length = job.config.micro_batch, job.config.sequence_length
     online, whole = job.features.mode == "online", job.features.trainer_target == "whole"
     found = {"target": target_bytes(target, job.engine, trainers) if whole else parts}
     state = state_bytes(weights, job.engine, trainers)
     found |= {f"drafter {name}": count for name, count in state.items()}
+    found["drafter frozen weights"] = frozen_bytes(frozen, job.engine, trainers)
     # The target's pass and the drafter's follow each other; both hold the features.
     token_bytes = (len(needs.taps) + 1) * target.info.hidden_size * job.engine.dtype.itemsize
     drafting = rows * length * token_bytes + dry.peak
@@ -288,7 +297,7 @@ def step_seconds(
     """Seconds of one step on a training process, by part. With features.mode=group, `target` is the
     time it waits for the target's processes, which work `features.ahead` steps ahead."""
     division, online = division_of(job, config), job.features.mode == "online"
-    target, _, weights, _, dry = counted
+    target, weights, dry = counted.target, counted.weights, counted.dry
     trainers = division.trainers
     micro = job.config.global_batch // (job.config.micro_batch * trainers)
     forward = micro * target.flops(job.config.micro_batch, job.config.sequence_length) / speed.flops
@@ -360,8 +369,26 @@ def reading(
     }
 
 
+def refuse_unplanned(job: TrainingJob) -> None:
+    """Raise `UserError` for trainings of other weights than those of a whole drafter."""
+    counts = "the plan counts a training of all weights of the drafter beside a frozen target"
+    if job.joint.on:
+        raise UserError(
+            f"{counts}, but joint={job.joint.mode} also trains updates of the target's layers, "
+            "whose gradients, optimiser state and backward pass would be left out. Give joint=none "
+            "for the plan of the drafter's part alone, and train without --plan."
+        )
+    if job.config.refresh.lora_rank:
+        raise UserError(
+            f"{counts}, but train.refresh.lora_rank={job.config.refresh.lora_rank} trains low-rank "
+            "updates of it, which take less memory. Give train.refresh.lora_rank=0 for an upper "
+            "bound, and train without --plan."
+        )
+
+
 def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
     """The plan as JSON values; raises `UserError` for an undividable batch or unknown tokens."""
+    refuse_unplanned(job)
     refuse_parts(job)
     train, division = job.config, division_of(job, config)
     trainers = division.trainers
@@ -376,7 +403,7 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
     shape, settings = (train.micro_batch, train.sequence_length), (job.target, job.engine)
     chunk = chunk_of(config)
     counted = count_step(job.kind, ByText(job.head), *settings, *shape, round(supervised, 2), chunk)
-    target, needs, weights, _, dry = counted
+    target, needs, weights, frozen, _, dry = counted
     held = with_total(memory(job, counted, trainers))
     beside = None
     if division.targets:  # processes that run the target for others
@@ -388,7 +415,10 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
     hours = steps * seconds["total"] / (1.0 - speed.fixed) / 3600
     capacity = gpu(config.gpu).memory - RUNTIME_BYTES if config.gpu else None
     rows = -(-tokens // train.sequence_length)
-    stores = {fmt: bytes_per_token(needs, target.info, fmt) for fmt in FORMATS}
+    top = job.features.top_logits
+    stores = {fmt: bytes_per_token(needs, target.info, fmt, top) for fmt in FORMATS}
+    # the running mean holds the frozen weights too, the moments do not
+    trained, still = (16, 8) if train.average else (12, 4)
     return {
         "format": 1,
         "target": {
@@ -415,8 +445,8 @@ def make_plan(job: TrainingJob, config: PlanConfig, speed: Speed) -> Plan:
         "fits": None if capacity is None else largest <= capacity,
         "largest_tensor": {"bytes": dry.largest, "shape": list(dry.largest_shape)},
         "disk_bytes": {
-            "states": (16 if train.average else 12) * weights * (train.keep + 1),
-            "best": 2 * weights * target.dtype.itemsize,
+            "states": (trained * weights + still * frozen) * (train.keep + 1),
+            "best": 2 * (weights + frozen) * target.dtype.itemsize,
             "feature_store": {
                 fmt: store_bytes(size, tokens, rows, 1, 1) for fmt, size in stores.items()
             },
@@ -472,10 +502,11 @@ def count_step(
     described = plan_target(target)
     drafter = plan_drafter(kind, head.settings, described)
     weights = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    floats = sum(p.numel() for p in drafter.parameters() if p.is_floating_point())
     parts = held_in_parts(kind, head.settings, described)
     with losses.chunks_of(chunk):
         step = dry_step(drafter, described, engine, rows, length, supervised)
-    return Counted(described, drafter.needs, weights, parts, step)
+    return Counted(described, drafter.needs, weights, floats - weights, parts, step)
 
 
 def chunk_of(config: PlanConfig) -> int:

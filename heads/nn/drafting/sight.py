@@ -27,6 +27,9 @@ from heads.nn.attention import additive, cache_attention
 
 WORD = 32
 """Bits of a word."""
+MASK_ELEMENTS = 1 << 26
+"""Most elements of a mask for torch's attention, before queries are split into stretches with a
+mask each: the memory for a prompt then does not grow with the square of its length."""
 
 
 class Sight(Protocol):
@@ -50,9 +53,12 @@ class Sight(Protocol):
     @property
     def words(self) -> Tensor: ...
 
-    def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
+    def mask(
+        self, slots: int, dtype: torch.dtype, window: int = 0, span: slice | None = None
+    ) -> Tensor:
         """[B, Q, S] to be added to scores; made once. window: how many latest positions are seen,
-        including a query's own; 0: all."""
+        including a query's own; 0: all. span: the mask of these queries alone, which is not
+        kept."""
         ...
 
 
@@ -69,26 +75,34 @@ class _Rows(ABC):
     )
 
     @abstractmethod
-    def allowed(self, place: Tensor) -> Tensor:
-        """[B, Q, S] bool: which slots each query sees, without windows. place [B, S]: the slots'
-        numbers, counted from base."""
+    def allowed(self, place: Tensor, span: slice) -> Tensor:
+        """[B, Q, S] bool: which slots each query of `span` sees, without windows. place [B, S]: the
+        slots' numbers, counted from base."""
 
-    def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
+    def mask(
+        self, slots: int, dtype: torch.dtype, window: int = 0, span: slice | None = None
+    ) -> Tensor:
         """See `Sight`."""
+        if span is not None:
+            return self._make_mask(slots, dtype, window, span)
         key = slots, dtype, window
         if key not in self._masks:
-            if slots not in self.places:
-                numbers = torch.arange(slots, device=self.base.device)
-                self.places[slots] = numbers - self.base[:, None]
-            place = self.places[slots]
-            allowed = self.allowed(place)
-            if window:
-                rows = self.depth.expand(place.shape[0], -1)
-                drafted = rows.gather(1, place.clamp(0, rows.shape[1] - 1))
-                stands = torch.where(place < 0, place, drafted)
-                allowed = allowed & (stands[:, None] > self.at[..., None] - window)
-            self._masks[key] = additive(allowed, dtype)
+            self._masks[key] = self._make_mask(slots, dtype, window, slice(None))
         return self._masks[key]
+
+    def _make_mask(self, slots: int, dtype: torch.dtype, window: int, span: slice) -> Tensor:
+        """The mask of the queries of `span`."""
+        if slots not in self.places:
+            numbers = torch.arange(slots, device=self.base.device)
+            self.places[slots] = numbers - self.base[:, None]
+        place = self.places[slots]
+        allowed = self.allowed(place, span)
+        if window:
+            rows = self.depth.expand(place.shape[0], -1)
+            drafted = rows.gather(1, place.clamp(0, rows.shape[1] - 1))
+            stands = torch.where(place < 0, place, drafted)
+            allowed = allowed & (stands[:, None] > self.at[:, span, None] - window)
+        return additive(allowed, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +138,8 @@ class UpTo(_Rows):
         # as many ones from below; all 32 are -1 as an int32
         return torch.where(seen == WORD, -1, (1 << seen.clamp(max=WORD - 1)) - 1).to(torch.int32)
 
-    def allowed(self, place: Tensor) -> Tensor:
-        return place[:, None] <= self.at[..., None]
+    def allowed(self, place: Tensor, span: slice) -> Tensor:
+        return place[:, None] <= self.at[:, span, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,8 +150,8 @@ class StaticTree(_Rows):
     words: Tensor
     visible: Tensor
 
-    def allowed(self, place: Tensor) -> Tensor:
-        return drafted_or_committed(self.visible, place)
+    def allowed(self, place: Tensor, span: slice) -> Tensor:
+        return drafted_or_committed(self.visible[:, span], place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +183,8 @@ class GrownLevel(_Rows):
             return own
         return torch.cat([self._inherited(self.before.visible), own], 2)
 
-    def allowed(self, place: Tensor) -> Tensor:
-        return drafted_or_committed(self.visible, place)
+    def allowed(self, place: Tensor, span: slice) -> Tensor:
+        return drafted_or_committed(self.visible[:, span], place)
 
     def _inherited(self, last: Tensor) -> Tensor:
         """The parents' entries of [1|B, P, ..]."""
@@ -211,9 +225,14 @@ class Part:
     def words(self) -> Tensor:
         return self.whole.words[:, self.span]
 
-    def mask(self, slots: int, dtype: torch.dtype, window: int = 0) -> Tensor:
+    def mask(
+        self, slots: int, dtype: torch.dtype, window: int = 0, span: slice | None = None
+    ) -> Tensor:
         """See `Sight`."""
-        return self.whole.mask(slots, dtype, window)[:, self.span]
+        if span is None:
+            return self.whole.mask(slots, dtype, window)[:, self.span]
+        first = self.span.start
+        return self.whole.mask(slots, dtype, window, slice(first + span.start, first + span.stop))
 
 
 class CacheKernel(Protocol):
@@ -247,6 +266,22 @@ def attend_cache(
     `CacheKernel`."""
     kernel = _KERNEL.get()
     found = None if kernel is None else kernel(query, key, value, sight, window)
-    if found is None:
-        found = cache_attention(query, key, value, sight.mask(key.shape[1], query.dtype, window))
-    return found
+    return _masked_attention(query, key, value, sight, window) if found is None else found
+
+
+def _masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, sight: Sight, window: int
+) -> Tensor:
+    """Torch's attention over a cache, for a stretch of the queries after another if their masks
+    would be too large."""
+    (batch, queries, heads, _), (_, slots, kv_heads, _) = query.shape, key.shape
+    # queries that share a key/value head have a copy of the mask each
+    longest = max(1, MASK_ELEMENTS // (batch * slots * (heads // kv_heads)))
+    if queries <= longest:
+        return cache_attention(query, key, value, sight.mask(slots, query.dtype, window))
+    found = []
+    for first in range(0, queries, longest):
+        span = slice(first, min(first + longest, queries))
+        mask = sight.mask(slots, query.dtype, window, span)
+        found.append(cache_attention(query[:, span], key, value, mask))
+    return torch.cat(found, 1)

@@ -9,6 +9,7 @@ Legend: B rows, C columns of a step's packed result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -19,6 +20,9 @@ from heads.kernels.dispatch import on_device
 from inference.decoding.clock import BORDERS, StepClock
 
 Result = TypeVar("Result")
+_UNENDED: list[Any] = []
+"""Graphs of captures that torch could not end. They are kept until the process ends: torch's
+allocator of pinned memory goes on asking them which streams they capture."""
 
 
 @dataclass
@@ -98,22 +102,47 @@ class CudaAccelerator:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with (
-            # before a capture, torch waits for the current device and frees its unused memory
-            on_device(self.device),
-            # if ending a failed capture raises, torch leaves the capture's stream current
-            torch.cuda.stream(torch.cuda.current_stream(self.device)),
-            torch.cuda.graph(
-                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
-            ),
-        ):
-            found = step()
+        failed: list[Exception] = []
+        try:
+            with (
+                # before a capture, torch waits for the current device and frees its unused memory
+                on_device(self.device),
+                # if ending a failed capture raises, torch leaves the capture's stream current
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+                ),
+            ):
+                try:
+                    found = step()
+                except Exception as error:
+                    failed.append(error)
+                    raise
+        except BaseException:
+            self._end_allocation(graph)
+            if not failed:
+                raise
+        if failed:  # the error of ending the capture does not name the operation
+            raise failed.pop()
 
         def replay() -> Result:
             graph.replay()
             return found
 
         return replay
+
+    def _end_allocation(self, graph: Any) -> None:
+        """End the allocation to the pool after a failed capture. torch 2.11 does not if ending the
+        capture raises; freeing unused memory, and every later capture, then fail in the whole
+        process."""
+        try:
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+        except (AttributeError, RuntimeError):
+            return  # torch has done it
+        _UNENDED.append(graph)
+        pool, self._pool = self._pool, None  # torch refuses a pool that no graph holds
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(self.device.index, pool)
 
     def ring(self, slots: int) -> Ring:
         """See `Accelerator`."""

@@ -168,8 +168,9 @@ class _Captures:
 
 
 def _captures(decoder: Decoder, decode: DecodeConfig) -> _Captures:
-    capturable = getattr(decoder.drafter, "capturable", True)
-    return _Captures(decode.graph == "auto" and capturable and decoder.clock.times is not None)
+    wanted = decode.graph == "auto" and getattr(decoder.drafter, "capturable", True)
+    wanted = wanted and decoder.clock.times is not None and decoder.target.capturable
+    return _Captures(wanted)
 
 
 @dataclass

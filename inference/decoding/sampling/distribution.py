@@ -21,6 +21,7 @@ from heads.api.config import Fraction, Size, Temperature, TokenId, UnitInterval,
 from heads.api.errors import UserError
 from heads.kernels.dispatch import choose
 from inference.kernels.reference.filters import FILTER_LOGITS
+from inference.kernels.reference.noise import at_temperature
 
 Bias = Annotated[float, Ge(-1e6), Le(1e6)]
 
@@ -114,7 +115,7 @@ def shape_logits(logits: Tensor, settings: SamplingSettings) -> Tensor:
     Order as in common engines: temperature, then top-k, top-p and min-p. Tokens of equal logits are
     kept or removed together.
     """
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
+    scaled = at_temperature(logits, settings.temperature)
     if not settings.filters:
         return scaled
     vocab = scaled.shape[-1]
@@ -155,7 +156,7 @@ def draft_logits(
 
     The result is at least float32, as drafts are drawn in it, not from a q rounded to bfloat16.
     """
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / settings.temperature
+    scaled = at_temperature(logits, settings.temperature)
     return over_vocabulary(scaled, token_ids, vocab_size)
 
 

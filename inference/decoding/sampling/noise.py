@@ -34,7 +34,7 @@ from inference.decoding.sampling.distribution import (
     target_probabilities,
     widest_float,
 )
-from inference.kernels.reference.noise import GUMBEL_NOISE, NOISE_PICK, noise_bits
+from inference.kernels.reference.noise import GUMBEL_NOISE, NOISE_PICK, at_temperature, noise_bits
 
 _MASK32 = 0xFFFFFFFF
 _MASK63 = (1 << 63) - 1
@@ -146,7 +146,7 @@ class SharedNoise:
     def scores(self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
         if self.settings.greedy:
             return logits.float().log_softmax(-1)
-        ranked = (logits.float() / self.settings.temperature).log_softmax(-1)
+        ranked = at_temperature(logits.float(), self.settings.temperature).log_softmax(-1)
         return ranked if self.drafts is None else ranked + self._draft_noise(positions, token_ids)
 
     def _draft_noise(self, positions: Tensor, token_ids: Tensor | None) -> Tensor:
@@ -172,7 +172,8 @@ class SharedNoise:
 
     def tempered(self, logits: Tensor) -> Tensor:
         """See `heads.api.drafter.Noise.tempered`."""
-        return logits.float() / (1.0 if self.settings.greedy else self.settings.temperature)
+        logits = logits.float()
+        return logits if self.settings.greedy else at_temperature(logits, self.settings.temperature)
 
     def _separate_pick(
         self, logits: Tensor, positions: Tensor, temperature: float, token_ids: Tensor | None

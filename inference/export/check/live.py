@@ -34,7 +34,7 @@ from inference.engines.settings import LENGTHS, length_at
 from inference.export.check.config import LiveConfig
 from inference.export.check.verify import find_source
 from inference.export.importing import import_folder
-from inference.export.layouts.folder import Folder
+from inference.export.layouts.folder import ExportNotes, Folder
 from inference.export.quantised import KEY
 from inference.integrity import require_unchanged
 from inference.measure import vllm_process
@@ -478,8 +478,19 @@ def make_requests(
     return to_requests(prompts, target.tokenizer, decode, capacity=room, overlong="skip")
 
 
+def require_vllm(path: Path) -> None:
+    """Raise `UserError` for a folder that was exported for an engine other than vLLM. Not all of
+    them can be read as vLLM's."""
+    engine = ExportNotes.read(path).engine
+    if engine not in ("vllm", "speculators"):
+        raise UserError(
+            f"'{path}' is for {engine}; a live check serves with vLLM (export.engine=vllm)."
+        )
+
+
 def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
     """An exported folder with the drafter that it was made from."""
+    require_vllm(path)
     folder = Folder.read(path)
     notes = folder.export
     method = notes.speculative_config.get("method")
@@ -487,10 +498,6 @@ def read_served(path: Path, target: TargetModel, source: str = "") -> Served:
         raise UserError(
             f"'{path}' does not say how it is served: `headstart export` did not write it. Check "
             "it with verify.mode=static."
-        )
-    if notes.engine not in ("vllm", "speculators"):
-        raise UserError(
-            f"'{path}' is for {notes.engine}; a live check serves with vLLM (export.engine=vllm)."
         )
     checkpoint, why = find_source(folder, source)
     if checkpoint is None:

@@ -25,6 +25,7 @@ from inference.report.quoting import code, escape, fence, one_line
 from inference.target.settings import loading_text
 
 LIBRARY = "headstart"
+REPORT_FILE = "report.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -82,6 +83,11 @@ class Start:
 
     name: str
     training: Training | None = None
+
+
+def report_file(number: int) -> str:
+    """The name of a Hub folder's report; they are numbered from 1."""
+    return REPORT_FILE if number == 1 else REPORT_FILE.replace(".", f"_{number}.")
 
 
 def select_measured(report: Report, weights_sha256: str, source: str = "the report") -> Report:
@@ -152,6 +158,7 @@ def card(
         rules=[(rule_text(*pair), pair[1], promise(*pair)) for pair in used],
         kept=sorted({promise(*pair) for pair in used}),
         reports=own,
+        files=[report_file(number) for number in range(1, len(own) + 1)],
         images={image: Path(image).stem.replace("_", " ") for image in images},
         engines=engines or {},
         training=training,

@@ -24,17 +24,26 @@ from heads.api.reading import read_object
 from inference import manifest
 from inference.decoding.decode_file import DECODE_FILE, change_values, read_current
 from inference.export.engine_folder import custom_class, serve
-from inference.export.hub.card import Start, Training, base_model, card, select_measured
+from inference.export.hub.card import (
+    REPORT_FILE,
+    Start,
+    Training,
+    base_model,
+    card,
+    report_file,
+    select_measured,
+)
 from inference.export.hub.config import PushConfig
 from inference.export.hub.private import find_secret, hide, hide_command, last_part
 from inference.export.layouts.folder import ExportNotes
+from inference.export.stitching import INDEX
 from inference.folders import EXPORT_FILE, copy_plain, plain_files, replace_folder
 from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest_as
 from inference.report.model import Report, parse_report, read_report, write_report
 from inference.target.settings import loading_text
 
-CARD_FILE, REPORT_FILE = "README.md", "report.json"
+CARD_FILE = "README.md"
 STAGE = "push"
 
 
@@ -132,8 +141,7 @@ def build_folder(sources: Sources, out: Path, about: PushConfig) -> Path:
         if tuned:
             change_values(fresh / DECODE_FILE, hide_command, hide)
         for number, report in enumerate(own.values(), 1):
-            name = REPORT_FILE if number == 1 else f"report_{number}.json"
-            write_report(report, fresh / name)
+            write_report(report, fresh / report_file(number))
         for name, notes in exports.items():
             for file in packed_files(sources.engines[name], notes):
                 copy_plain(sources.engines[name] / file, fresh / name / file)
@@ -160,8 +168,8 @@ def hide_in(path: Path, notes: ExportNotes | None = None) -> None:
 def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNotes:
     """The notes of an engine's folder, with their paths in the repository.
 
-    target: as the serve command names it. Raises `UserError` for a folder without notes, or one of
-    weights other than `digest`.
+    target: as the serve command names it. Raises `UserError` for a folder without notes, one of
+    weights other than `digest`, or one that contains the whole target.
     """
     notes = ExportNotes.read(folder)
     found = notes.source.get("sha256", "")
@@ -174,6 +182,12 @@ def read_export(name: str, folder: Path, digest: str, target: str) -> ExportNote
         raise UserError(
             f"'{folder}' was exported from other weights ({found[:12]}...) than the drafter that "
             f"is pushed ({digest[:12]}...). Run `headstart export` again."
+        )
+    if INDEX in notes.files:  # only `stitch` writes one
+        raise UserError(
+            f"'{folder}' contains the whole target (export.stitch=true), which is not published as "
+            "a part of the drafter. Replace it by the block alone (`headstart export` with "
+            "export.stitch=false export.overwrite=true), or move it out of the run's export folder."
         )
     asked, place = notes.speculative_config, Path(name)
     command = serve(notes.engine, target, place, asked, notes.decode_settings)

@@ -303,10 +303,21 @@ def captured_layers(config: Json, layers: int, engine: str) -> tuple[int, ...]:
 
 def require_taps(taps: tuple[int, ...], layers: int, where: Path) -> None:
     """Raise `UserError` unless the taps ascend and the target has such layers."""
-    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > layers:
         raise UserError(
             f"'{where}' reads layers {list(taps)} of another target: this one has {layers}."
         )
+
+
+def require_token(token: Any, size: int, where: Path) -> int:
+    """A mask token that a config.json names; raises `UserError` unless it is one of the target's
+    `size` tokens."""
+    if not isinstance(token, int) or not 0 <= token < size:
+        raise UserError(
+            f"'{where}': config.json names the mask token {token!r}; allowed are the target's "
+            f"tokens, 0 to {size - 1}. Was it made for this target?"
+        )
+    return token
 
 
 def without_last(taps: Sequence[int], layers: int, engine: str) -> str:

@@ -7,10 +7,13 @@ target are written out, because a separate language model has to be complete.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from heads.api.errors import UserError
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -31,6 +34,9 @@ do not have it."""
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 HEAD_SCALE = "head_scale"
 """The key in the export's notes of the factor on a copy of the target's LM head."""
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which a folder with a tokenizer has one. Without any, transformers makes an empty
+tokenizer for some families."""
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -173,13 +179,18 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     if odd or str(config.get("hidden_act", "silu")) != "silu":
         what = ", ".join(odd) or "another activation"
         raise UserError(f"'{where}' has {what}, which our drafters do not have.")
-    theirs = dict(folder.tensors)
+    theirs = {  # frequencies follow from config.json; older checkpoints store them all the same
+        name: value
+        for name, value in folder.tensors.items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
     shape, layers = read_sizes(folder)
     extra = [theirs.pop(name, None) for name in map(OUTPUT_BIAS.format, range(layers))]
     if any(bias is not None and bool(bias.any()) for bias in extra):
         raise UserError(
             f"'{where}' has a bias on the output of its attention, which our drafters do not have."
         )
+    compare_tokenizers(folder, receiver)
     restore_head(folder, theirs, receiver)
     tied = bool(config.get("tie_word_embeddings", False)) or HEAD not in theirs
     if tied:
@@ -192,11 +203,47 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
             theirs[name] = resize(theirs[name], size)
     values = network(config, shape, layers) | {"tie_embeddings": tied}
     found = base.take(base.own_rows("distilled", values, receiver.info), theirs, where)
-    token = config.get("pard_token")
-    if token is None:
+    if config.get("pard_token") is None:
         return Imported("distilled", values, found)
-    values["pard_token"] = int(token)
-    return Imported("pard", values, found | {"pard_token": torch.tensor(int(token))})
+    token = base.require_token(config["pard_token"], size, where)
+    values["pard_token"] = token
+    return Imported("pard", values, found | {"pard_token": torch.tensor(token)})
+
+
+def compare_tokenizers(folder: Folder, receiver: Receiver) -> None:
+    """Raise `UserError` for a folder with a tokenizer in which an id means another token than in
+    the target's; note a folder without one.
+
+    Hashes are not compared, unless an export noted one: transformers adds tokens and special tokens
+    by the family in config.json, behind those of the files.
+    """
+    info, where = receiver.info, folder.path
+    if folder.export.target.get("tokenizer_hash") == info.tokenizer_hash:
+        return
+    own: Any = None
+    if any((where / name).is_file() for name in VOCABULARIES):
+        with suppress(Exception):  # foreign files, for which the library raises any error
+            own = AutoTokenizer.from_pretrained(
+                str(where), local_files_only=True, trust_remote_code=False
+            )
+    if own is None or receiver.tokenizer is None:
+        receiver.notes.append(
+            "the folder has no tokenizer that can be read: whether its token ids mean the same as "
+            "the target's is not known"
+        )
+        return
+    named = {place: token for token, place in own.get_vocab().items()}
+    ours = receiver.tokenizer.get_vocab()
+    other = sorted(place for token, place in ours.items() if named.get(place, token) != token)
+    if other:
+        words = {place: token for token, place in ours.items()}
+        raise UserError(
+            f"'{where}' has another tokenizer than target '{info.id}': {len(other)} of "
+            f"{len(ours)} token ids mean other tokens, such as {other[0]}, which is "
+            f"{named[other[0]]!r} and for the target {words[other[0]]!r}. Import a model of the "
+            "target's family; if you know that these tokens do not matter, remove the folder's "
+            "tokenizer files."
+        )
 
 
 def restore_head(folder: Folder, theirs: dict[str, Tensor], receiver: Receiver) -> None:

@@ -510,6 +510,7 @@ def take_mask(
         if not isinstance(vector, Tensor) or vector.numel() != receiver.info.hidden_size:
             raise UserError(f"'{file}' does not hold one embedding of the target's width.")
         return vector.reshape(-1).clone()
+    token = base.require_token(token, receiver.info.vocab_size, folder.path)
     if embedding is None:
         return None
     if receiver.is_shared(EMBEDDING, embedding):

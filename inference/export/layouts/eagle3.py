@@ -256,6 +256,8 @@ def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver) -> int:
         receiver.notes.append(f"{HEAD}: none in the folder, the target's is taken")
     columns = int(theirs[HEAD].shape[0])
     offsets, known = theirs.pop("d2t", None), theirs.pop("t2d", None)
+    if offsets is not None and len(offsets) == columns:
+        offsets = sort_vocabulary(offsets.long(), theirs, receiver)
     if columns == size:
         return columns
     if offsets is None:
@@ -264,9 +266,22 @@ def complete_vocabulary(theirs: dict[str, Tensor], receiver: Receiver) -> int:
             f"without it an engine takes the first {columns}, and nearly every draft is wrong."
         )
     theirs["d2t"] = offsets.long()
+    check_vocabulary({"d2t": theirs["d2t"]}, size)  # before its tokens are marked
     marked = vocab.to_maps(vocab.to_target_ids(theirs["d2t"]), size)[1] if known is None else known
     theirs["t2d"] = marked.bool()
     return columns
+
+
+def sort_vocabulary(offsets: Tensor, theirs: dict[str, Tensor], receiver: Receiver) -> Tensor:
+    """A file's `d2t` in ascending order of token ids, which engines do not require, with the rows
+    of the LM head in the same order."""
+    ids = vocab.to_target_ids(offsets)
+    if bool((ids.diff() >= 0).all()):
+        return offsets
+    order = ids.argsort()
+    theirs[HEAD] = theirs[HEAD][order]
+    receiver.notes.append(f"d2t: its token ids do not ascend; they and the rows of {HEAD} do now")
+    return ids[order] - torch.arange(len(ids))
 
 
 def read_embeddings(
@@ -279,6 +294,7 @@ def read_embeddings(
         raise UserError(
             f"'{folder.path}': config.json names no mask token ({', '.join(MASK_TOKENS)})."
         )
+    token = base.require_token(token, receiver.info.vocab_size, folder.path)
     if embedding is None:
         receiver.notes.append(
             f"{EMBEDDING}: none in the folder, the target's row of the mask token is taken"

@@ -202,11 +202,13 @@ def load_plain(file: Path) -> Any:
 
 @dataclass(frozen=True)
 class Receiver:
-    """The target of an imported drafter. notes: what was left out or could not be known."""
+    """The target of an imported drafter. notes: what was left out or could not be known; tokenizer:
+    the target's, for drafters that may come with their own."""
 
     info: TargetInfo
     weights: TargetWeights
     notes: list[str] = field(default_factory=list)
+    tokenizer: Any = None
 
     def drop_shared(self, name: str, theirs: dict[str, Tensor], where: Path) -> None:
         """Remove a copy of the target's embedding or LM head from their tensors, and note that.
@@ -223,12 +225,18 @@ class Receiver:
         self.notes.append(f"{name}: a copy of the target's, left out")
 
     def is_shared(self, name: str, theirs: Tensor) -> bool:
-        """Whether a tensor is the target's own, up to the rounding of its number format."""
+        """Whether a tensor is the target's own, up to the rounding of either's number format."""
         own = self.weights.embedding if name.startswith("embed") else self.weights.lm_head
-        return own.shape == theirs.shape and torch.equal(own.to(theirs.dtype).cpu(), theirs.cpu())
+        return own.shape == theirs.shape and equal_rounded(own.cpu(), theirs.cpu())
 
     def is_shared_but(self, token: int, embedding: Tensor) -> bool:
         """Whether all rows of an embedding, except the token's, are the target's."""
-        own, theirs = self.weights.embedding.to(embedding.dtype).cpu(), embedding.cpu()
+        own, theirs = self.weights.embedding.cpu(), embedding.cpu()
         rest = torch.arange(own.shape[0]) != token
-        return own.shape == theirs.shape and torch.equal(own[rest], theirs[rest])
+        return own.shape == theirs.shape and equal_rounded(own[rest], theirs[rest])
+
+
+def equal_rounded(one: Tensor, other: Tensor) -> bool:
+    """Whether one tensor, rounded to the number format of the other, is the other. A target may be
+    loaded in another format than the one that it is stored in, from which others copied it."""
+    return torch.equal(one.to(other.dtype), other) or torch.equal(one, other.to(one.dtype))

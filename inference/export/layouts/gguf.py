@@ -13,15 +13,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from heads.nn import vocab
 from inference.export.config import ExportConfig
+from inference.export.hub.private import last_part
 from inference.export.layouts import base, causal, dflash, eagle3, llama
 from inference.export.layouts.base import Checkpoint, Target, Written
 from inference.export.layouts.folder import EMBEDDING, HEAD, Json
+from inference.hub.config import REPO_NAME
 
 FILE = "drafter.gguf"
 ENGINE = "llama.cpp"
@@ -63,7 +66,6 @@ FREQUENCIES = "rope_freqs.weight"
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """The file of a distilled, EAGLE-3, DFlash or DSpark drafter; raises `UserError` for features
     that llama.cpp lacks."""
-    options = replace(options, engine="vllm")
     method, layers = checkpoint.method, checkpoint.info.num_layers
     if reason := base.without_last(checkpoint.drafter.needs.taps, layers, ENGINE):
         raise _refuse(reason, f"head.taps below {layers}")
@@ -193,7 +195,7 @@ def metadata(architecture: str, checkpoint: Checkpoint, found: Written) -> Json:
     keys: Json = {
         "general.architecture": architecture,
         "general.type": "model",
-        "general.name": f"{checkpoint.method} drafter for {info.id}",
+        "general.name": f"{checkpoint.method} drafter for {public_name(info.id)}",
     }
     own: Json = {
         "block_count": int(config["num_hidden_layers"]),
@@ -231,6 +233,12 @@ def metadata(architecture: str, checkpoint: Checkpoint, found: Written) -> Json:
             "has_confidence_head": bool(config["enable_confidence_head"]),
         }
     return keys | {f"{architecture}.{name}": value for name, value in own.items()}
+
+
+def public_name(target: str) -> str:
+    """A target's Hub id, or the last part of its path: files may be published as they are."""
+    is_id = REPO_NAME.fullmatch(target) and not Path(target).exists()
+    return target if is_id else last_part(target)
 
 
 def scaling(rope: Json) -> Json:

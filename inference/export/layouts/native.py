@@ -39,6 +39,8 @@ from inference.export.layouts.mtp import swap_halves
 KIND = "native_mtp"
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """The families' keys for the number of blocks in config.json."""
+QUANTISED = "quantization_config"
+"""The key of config.json for the format of quantised weights."""
 LAYER = "layers.0."
 SHARED = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """Copies of the target's tensors within a block -> the tensors that they copy."""
@@ -238,10 +240,20 @@ LAYOUT = base.Layout("mtp-native", ARCHITECTURES, expect, rope=None, silent=True
 
 
 def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
-    """The folder for vLLM and SGLang: the target's config.json and only its block."""
+    """The folder for vLLM and SGLang: the target's config.json and only its block. Of a quantised
+    target, config.json has no quantisation: the block's weights are plain."""
     described = described_by(target)
     form, config = form_of(described), checkpoint.config
     engine = "vLLM" if options.engine == "vllm" else "SGLang"
+    quantised = [part.pop(QUANTISED, None) for part in (described, text_part(described))]
+    if options.stitch and any(quantised):
+        raise base.refuse(
+            f"the target's weights are quantised ({QUANTISED} in its config.json), by which it "
+            "would read this block's plain weights too",
+            engine,
+            "Stitch it into the target's checkpoint without quantisation, or export the block "
+            "alone (export.stitch=false).",
+        )
     if form is None:
         raise base.refuse(
             f"engines have no MTP block for model type '{text_part(described).get('model_type')}'",
@@ -264,7 +276,13 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
         turned = form.state_first and name == "mtp.fc.weight"
         tensors[named] = swap_halves(value) if turned else value
     speculative = {"method": "mtp", "num_speculative_tokens": options.tokens or config.depths}
-    return Written(described, tensors, speculative)
+    written = Written(described, tensors, speculative)
+    if any(quantised):
+        written.notes.append(
+            f"config.json has no {QUANTISED}: the target's weights are quantised, this block's are "
+            "plain"
+        )
+    return written
 
 
 def require_shapes(ours: Mapping[str, Tensor], wanted: base.Shapes, engine: str) -> None:

@@ -7,8 +7,6 @@ folders set it so that both give the same result.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from heads.api.errors import UserError
 from inference.export.config import ExportConfig
 from inference.export.layouts import base, dflash, eagle3, llama, mtp
@@ -29,6 +27,8 @@ IN_LAYER = ("num_aux_hidden_states", "fc_norm", "norm_output")
 over from the library's own only in part, and not for every kind."""
 MARKOV = "markov_rank markov_head_type enable_confidence_head confidence_head_with_markov".split()
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+LOGITS = {"output_multiplier": "scale", "final_logit_softcapping": "cap"}
+"""Keys of DFlash 2 about the target's logits that the library lacks, and what they give."""
 BLOCK_IDS = "aux_hidden_state_layer_ids"
 DRAFTER_KEYS = frozenset(
     (
@@ -42,7 +42,7 @@ DRAFTER_KEYS = frozenset(
 
 def write_eagle3(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """The library's folder of an EAGLE-3 or P-EAGLE drafter, which vLLM serves too."""
-    written = eagle3.write(checkpoint, target, replace(options, engine="vllm"))
+    written = eagle3.write(checkpoint, target, options)
     parallel = eagle3.MASK in written.tensors
     written.tensors = {
         name.replace("midlayer.", "layers.0."): value for name, value in written.tensors.items()
@@ -60,7 +60,7 @@ def write_eagle3(checkpoint: Checkpoint, target: Target, options: ExportConfig) 
 def write_block(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Written:
     """The library's folder of a block drafter, which vLLM serves too."""
     config = checkpoint.config
-    written = dflash.write(checkpoint, target, replace(options, engine="vllm"))
+    written = dflash.write(checkpoint, target, options)
     if config.mask_token_id < 0:
         raise base.refuse(
             "its block drafters embed the mask with the target's table, and this one learned a "
@@ -73,6 +73,9 @@ def write_block(checkpoint: Checkpoint, target: Target, options: ExportConfig) -
         raise base.refuse(what, "speculators", "Export for vllm.")
     described = written.config
     inner = described.get("dflash_config", described)
+    lost = [f"{what} ({inner[key]:g})" for key, what in LOGITS.items() if key in inner]
+    if lost:
+        written.notes.append(dflash.left_out(lost))
     own = {
         "draft_vocab_size": described["draft_vocab_size"],
         "block_size": config.block_size,
@@ -139,9 +142,16 @@ def read(folder: Folder, receiver: Receiver) -> Imported:
     kinds = llama.layer_kinds(flat, receiver.info.max_position_embeddings, where)
     block = method not in ("eagle3", "peagle")
     key = BLOCK_IDS if block else IDS
-    if not theirs.get(key):
+    if theirs.get(key):
+        taps = tuple(int(number) for number in theirs[key])
+    elif block:
         raise UserError(f"'{where}': config.json names no layers of the target ({key}).")
-    taps = tuple(int(number) for number in theirs[key])
+    else:
+        taps = eagle3.read_taps({}, receiver.info.num_layers, where)
+        receiver.notes.append(
+            f"config.json names no layers of the target ({key}): {list(taps)} are taken, which "
+            "engines read then"
+        )
     if not block:
         parallel = method == "peagle"
         return eagle3.build(folder, flat, receiver, taps, parallel=parallel, token=token)

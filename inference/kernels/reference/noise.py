@@ -59,6 +59,16 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-v))
 
 
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, at least float32.
+
+    The divisor is a tensor on the device, as for rows with separate settings: torch on CUDA
+    multiplies by the rounded reciprocal of a plain number, which can differ in the last bit.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide / wide.new_full((), temperature)
+
+
 def noise_pick(
     logits: Tensor,
     positions: Tensor,
@@ -78,7 +88,7 @@ def noise_pick(
         return logits.argmax(-1)
     if token_ids is None:
         token_ids = torch.arange(logits.shape[-1], device=logits.device)
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    scaled = at_temperature(logits, temperature)
     return (scaled + gumbel_noise(seeds, positions, token_ids)).argmax(-1)
 
 

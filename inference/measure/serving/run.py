@@ -78,6 +78,13 @@ RESTARTED = (
     "The server was started again during the measurement. It named the same model afterwards; its "
     "drafter is not named."
 )
+NAMED_IN_FULL = ("vllm", "sglang")
+"""Engines that take all sampling settings, as they call themselves in /v1/models. Where a request
+leaves one out, they take the model's own (generation_config.json)."""
+DEFAULTS_CAVEAT = (
+    "Requests name the temperature, and of top_p, top_k and min_p those in use. For the others, "
+    "and for penalties, the server's own defaults apply."
+)
 PATIENCE = ("timeout", "retries", "backoff")
 """Settings of `bench.serving` that do not change what is measured."""
 COUNTER_CAVEAT = (
@@ -185,8 +192,9 @@ class _Session:
         return prompt.constraint if prompt.constraint is not None else self.structure
 
     def sampling(self, prompt: Prompt) -> dict[str, Any]:
-        """The sampling settings of a request. Filters are sent only if they are in use, so that
-        servers without them accept the request."""
+        """The sampling settings of a request. vLLM and SGLang get all of them, as they have other
+        defaults than ours. Other servers get only the filters in use, so that servers without them
+        accept the request."""
         own = self.decode.sampling()
         found: dict[str, Any] = {
             "temperature": own.temperature,
@@ -194,8 +202,16 @@ class _Session:
         }
         if own.temperature > 0:  # 31 bits: some servers accept no larger seed
             found["seed"] = prompt_seed(self.decode.seed, prompt.id) >> 32
+        if self.named_in_full:
+            filters = {"top_p": own.top_p, "top_k": own.top_k or -1, "min_p": own.min_p}
+            return found | filters | {"repetition_penalty": own.repetition_penalty}
         extra = {"top_p": (own.top_p, 1.0), "top_k": (own.top_k, 0), "min_p": (own.min_p, 0.0)}
         return found | {name: value for name, (value, off) in extra.items() if value != off}
+
+    @property
+    def named_in_full(self) -> bool:
+        """Whether requests name all sampling settings. All servers get the same requests."""
+        return all(side.endpoint.served.owner in NAMED_IN_FULL for side in self.sides)
 
     async def measure(
         self, sides: Sequence[Side], provenance: Provenance | None, console: Console | None
@@ -486,11 +502,12 @@ class _Session:
                 f"bench.server: {side.endpoint.base} {reason}, so there is no acceptance to "
                 "report. Give other prompts or longer answers (decode.max_new_tokens)."
             )
-        theirs = [_side(one, cells(one, None, config.seed, False)) for one in sides[1:]]
+        defaults = [] if self.named_in_full else [DEFAULTS_CAVEAT]
+        theirs = [_side(one, cells(one, None, config.seed, False), defaults) for one in sides[1:]]
         server = schema.ServerMeasurement(
             api=" and ".join(apis),
             lengths=self.lengths,
-            speculative=_side(side, found, remarks),
+            speculative=_side(side, found, [*defaults, *remarks]),
             baseline=theirs[0] if theirs else None,
         )
         served = server.baseline.overall()[0] if server.baseline else None

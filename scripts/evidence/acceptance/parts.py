@@ -19,7 +19,7 @@ import torch
 from heads.api.reading import read_object
 from inference.manifest import write_json
 from inference.measure.config import process_facts
-from inference.target.hardware import device_facts
+from inference.target.hardware import device_facts, release_unused
 from inference.target.model import TargetModel
 from scripts.evidence.acceptance.shapes import Sizes
 from scripts.run.revision import git_state, without_diff
@@ -84,7 +84,7 @@ class Setting:
         """Drop the targets, so that the next part has the memory."""
         self.targets.clear()
         if self.on_gpu:
-            torch.cuda.empty_cache()
+            release_unused()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from heads.api.checkpoint import weights_file
 from heads.api.errors import UserError
+from inference.decoding.rules.names import LOSSY
 from inference.export.hub.config import DRAFTER
 from inference.export.hub.folder import Sources
 from inference.export.hub.push import push
@@ -38,6 +39,8 @@ def run(settings: Settings) -> None:
     for found in chosen:
         require_no_link(found.folder, settings.run.directory)
         run, reports = settings.run, reports_of(found.folder, measurements(settings.run))
+        if not settings.push.allow_mismatches:
+            reports = without_lossy(reports)
         exports = (run.directory / "export" / found.name).glob(f"*/{EXPORT_FILE}")
         by_engine = {path.parent.name: path.parent for path in exports}
         for folder in by_engine.values():
@@ -62,3 +65,17 @@ def reports_of(checkpoint: Path, folders: list[Path]) -> list[Path]:
         if any(one.draft.weights_sha256 == digest for one in read_report(folder).drafters)
     ]
     return fitting or folders
+
+
+def without_lossy(reports: list[Path]) -> list[Path]:
+    """The reports whose rule of acceptance is not lossy, with a line for each of the others; if
+    there are none, all, for the error message."""
+    lossy = [path for path in reports if read_report(path).settings.promise == LOSSY]
+    if len(lossy) == len(reports):
+        return reports
+    for path in lossy:
+        print(
+            f"Left out: {path}, which was measured with a lossy rule. Publish it too, labelled as "
+            "not lossless, with push.allow_mismatches=true."
+        )
+    return [path for path in reports if path not in lossy]

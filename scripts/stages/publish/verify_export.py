@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heads.api.errors import UserError
-from inference.export.check.live import check_folder, lines
+from inference.export.check.live import check_folder, lines, require_vllm
 from inference.export.check.verify import find_source, verify
 from inference.export.layouts.folder import Folder
 from inference.measure.prompts import Prompt, load_prompts
@@ -48,6 +48,7 @@ def static(settings: Settings) -> int:
 def live(settings: Settings) -> int:
     """The check with the engine; if it fails, the static check runs too."""
     config = settings.verify
+    require_vllm(Path(config.dir))
     prompts = prompts_of(settings)
     target = TargetModel.load(settings.target)
     rows = check_folder(config.live, target, Path(config.dir), prompts, config.source)

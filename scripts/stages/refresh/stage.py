@@ -76,7 +76,7 @@ def refresh(
 ) -> RefreshRecord:
     """Generate, train into `out`, and measure before and after. times: file of the seconds by
     part."""
-    decode = drafters.draft_settings(old, settings.decode)
+    decode = drafters.draft_settings(old, settings.decode, drafters.asked_draft(settings))
     answers = settings.run.directory / "generate"
     if settings.run.overwrite and (answers / RUN_FILE).is_file():
         raise UserError(

@@ -64,7 +64,9 @@ class Graph:
 
 class RecordedCuda:
     """See the module. capturing: whether a graph is being captured; end_fails: whether ending the
-    capture that an error has left raises, as after an operation that CUDA cannot capture."""
+    capture that an error has left raises, as after an operation that CUDA cannot capture;
+    keeps_routing: whether allocations then still go to the graph's pool, as with torch 2.11;
+    routed: the devices and pools that allocations go to; released: those given up."""
 
     def __init__(self) -> None:
         self.device = FIRST
@@ -73,7 +75,9 @@ class RecordedCuda:
         self.synchronised: list[torch.device] = []
         self.events: list[Event] = []
         self.graphs: list[Graph] = []
-        self.capturing = self.end_fails = False
+        self.routed: list[tuple[int, Any]] = []
+        self.released: list[tuple[int, Any]] = []
+        self.capturing = self.end_fails = self.keeps_routing = False
 
     def install(self, patch: pytest.MonkeyPatch) -> RecordedCuda:
         """Take the place of torch.cuda's own."""
@@ -90,12 +94,22 @@ class RecordedCuda:
         for name, part in parts.items():
             patch.setattr(torch.cuda, name, part)
         patch.setattr(torch.cuda, "graph_pool_handle", object)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_routing, raising=False)
+        patch.setattr(torch._C, "_cuda_releasePool", self.release_pool, raising=False)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         return self
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
         device = device or self.device
         return self.current.setdefault(device, Stream(self, device))
+
+    def end_routing(self, device: int, pool: Any) -> None:
+        if (device, pool) not in self.routed:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.routed.remove((device, pool))
+
+    def release_pool(self, device: int, pool: Any) -> None:
+        self.released.append((device, pool))
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -125,14 +139,19 @@ class RecordedCuda:
         capture_error_mode: str = "global",
     ) -> Iterator[None]:
         self.synchronised.append(self.device)
+        if self.routed:  # torch frees unused memory before a capture
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
         graph.stream, graph.pool, graph.mode = stream or Stream(self), pool, capture_error_mode
         outer = self.within(graph.stream)
         outer.__enter__()
         self.capturing = True
+        self.routed.append((graph.stream.device.index, pool))
         try:
             yield
         except BaseException as error:
             self.capturing = False
+            if not (self.end_fails and self.keeps_routing):
+                self.routed.clear()
             if self.end_fails:
                 # torch then leaves the stream current, but not the device
                 self.device = self.synchronised[-1]
@@ -140,4 +159,5 @@ class RecordedCuda:
             outer.__exit__(None, None, None)
             raise
         self.capturing = False
+        self.routed.clear()
         outer.__exit__(None, None, None)

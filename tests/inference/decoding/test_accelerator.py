@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import inference.decoding.execution.accelerator as accelerator_module
 from inference.decoding.execution.accelerator import CudaAccelerator, capture_failure
 from tests.inference.decoding.recorded_cuda import FIRST, SECOND, RecordedCuda, Stream
 
@@ -60,10 +61,32 @@ def test_a_failed_capture_leaves_device_and_stream_as_they_were(
         raise KeyError("a step")
 
     with cuda.within(outer):
-        with pytest.raises(RuntimeError if end_fails else KeyError):
+        with pytest.raises(KeyError, match="a step"):  # not the error of ending the capture
             accelerator.capture(step)
         assert cuda.current_stream() is outer and cuda.device == SECOND
     assert cuda.device == FIRST
+
+
+@pytest.mark.parametrize("keeps_routing", [False, True])
+def test_a_failed_capture_leaves_the_allocator_as_it_was(
+    cuda: RecordedCuda, keeps_routing: bool
+) -> None:
+    accelerator, cuda.end_fails, cuda.keeps_routing = CudaAccelerator(SECOND), True, keeps_routing
+    kept = len(accelerator_module._UNENDED)
+
+    def step() -> torch.Tensor:
+        raise KeyError("a step")
+
+    with pytest.raises(KeyError):
+        accelerator.capture(step)
+    (failed,) = cuda.graphs
+    assert not cuda.routed
+    # where torch has ended the allocation itself, it owns the pool's release, too
+    assert cuda.released == ([(SECOND.index, failed.pool)] if keeps_routing else [])
+    assert accelerator_module._UNENDED[kept:] == ([failed] if keeps_routing else [])
+    accelerator.capture(lambda: torch.zeros(1))()
+    assert cuda.graphs[1].replays == 1
+    assert (cuda.graphs[1].pool is failed.pool) is not keeps_routing
 
 
 def test_results_are_copied_into_buffers_in_turn(cuda: RecordedCuda) -> None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import inference.decoding.engine as engine_module
 import inference.target.padding as padding_module
 from heads.api.errors import UserError
+from heads.api.features import FeatureSpec
 from heads.kernels.dispatch import VARIABLE
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -333,6 +334,59 @@ class Living(TorchDispatchMode):
         return out
 
 
+def test_the_plan_counts_the_features_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = random_target()
+    plans: list[tuple[Any, dict[str, Any]]] = []
+    read: list[int] = []
+
+    def remember(*arguments: Any, **more: Any) -> Any:
+        plans.append((arguments, more))
+        return plan_memory(*arguments, **more)
+
+    prefill = target.prefill
+
+    def noted(*arguments: Any) -> Any:
+        logits, seen = prefill(*arguments)
+        read.append(sum(states.nbytes for states in (seen.taps, seen.last_hidden)))
+        return logits, seen
+
+    monkeypatch.setattr(engine_module, "plan_memory", remember)
+    engine = Engine(target, drafter_of("eagle3", target), DecodeConfig(batch_size=3))
+    monkeypatch.setattr(target, "prefill", noted)
+    list(engine.run(requests(3)))
+    ((arguments, more),) = plans
+    assert len(read) == 1
+    without = plan_memory(*arguments, **{**more, "features": 0})
+    assert read == [plan_memory(*arguments, **more).activations - without.activations]
+
+
+@pytest.mark.parametrize("padding", [None, 8])
+def test_features_of_prompts_are_held_once(
+    padding: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many passes and groups of like length they are read in."""
+    if padding is not None:
+        monkeypatch.setattr(padding_module, "PADDING", padding)
+    target, needs = random_target(), FeatureSpec(taps=(1, 2, 3))
+    lengths, rows = torch.tensor([240, 200]), torch.arange(2)
+    tokens = torch.randint(VOCAB, (2, 240), generator=torch.Generator().manual_seed(0))
+    cache = target.new_cache(2, 240)
+    whole, features = target.prefill(cache, rows, tokens, lengths, needs)
+    assert features.taps is not None
+    with Living() as living:
+        found, seen = target.prefill(cache, rows, tokens, lengths, needs, chunk=8)
+    with Living() as fewer:
+        target.prefill(cache, rows, tokens, lengths, FeatureSpec(), chunk=8)
+    assert living.most - fewer.most < 1.3 * features.taps.nbytes
+    torch.testing.assert_close(found, whole)
+    for row, length in enumerate(lengths.tolist()):
+        assert seen.taps is not None
+        torch.testing.assert_close(seen.taps[row, :length], features.taps[row, :length])
+        torch.testing.assert_close(
+            seen.last_hidden[row, :length], features.last_hidden[row, :length]
+        )
+
+
 @pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=ON_CPU)])
 @pytest.mark.parametrize("own", [False, True])
 def test_the_plan_counts_what_filters_take(
@@ -367,9 +421,9 @@ def test_the_plan_counts_what_filters_take(
 def test_a_batch_is_planned_for_the_filter_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     target, given = random_target(dtype=torch.float32), []
 
-    def noted(*parts: Any, sampling: int) -> Any:
+    def noted(*parts: Any, sampling: int, **more: Any) -> Any:
         given.append(sampling)
-        return plan_memory(*parts, sampling=sampling)
+        return plan_memory(*parts, sampling=sampling, **more)
 
     monkeypatch.setattr(engine_module, "plan_memory", noted)
     engine = Engine(target, None, DecodeConfig(shape="none", temperature=1.0, top_p=0.9))

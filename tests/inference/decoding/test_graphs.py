@@ -74,6 +74,26 @@ def test_a_capture_that_fails_is_tried_for_no_other_number_of_rows(
     assert device.captured == len(warnings_in(caplog)) == 1
 
 
+@pytest.mark.parametrize(("experts", "captured"), [("eager", 0), ("grouped_mm", 1)])
+def test_steps_that_ask_the_device_for_experts_are_not_captured(
+    experts: str, captured: int
+) -> None:
+    """transformers' loop over experts asks it which of them have tokens."""
+    target = random_target("qwen3_moe", dtype=torch.float32)
+    target.model.set_experts_implementation(experts)
+    engine = Engine(target, None, DecodeConfig(batch_size=2, lag=2), capacity=96)
+    device = SlowDevice()
+    with decoding_on(device, engine, 0.0):
+        assert len(list(engine.run(requests(2)))) == 2
+    assert engine.clock.passes > WARM_UP_STEPS and device.captured == captured
+
+
+def test_dense_targets_are_captured_in_float64() -> None:
+    target = random_target()
+    target.model.config._experts_implementation = "eager"
+    assert target.capturable
+
+
 def test_captured_steps_are_captured_anew_once_weights_are_merged() -> None:
     """In the middle of a run: another engine of the target compiles its layers."""
     target = random_target()

@@ -19,7 +19,7 @@ from inference.decoding.sampling import noise as noise_module
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits, widest_float
 from inference.decoding.sampling.noise import SharedNoise
 from inference.decoding.sampling.row_settings import FILTERED, RowNoise, RowSettings
-from inference.kernels.reference.noise import gumbel_noise, noise_bits
+from inference.kernels.reference.noise import gumbel_noise, noise_bits, noise_pick
 
 TOKENS = torch.arange(24)
 
@@ -63,6 +63,38 @@ def test_picks_follow_the_shaped_distribution(shaping: SamplingSettings) -> None
         -1
     ).double() * trials  # negative control: 10% off in temperature
     assert chi_square(found, wrong) > 150
+
+
+class Divisors(TorchDispatchMode):
+    """The types of what tensors are divided by within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[type] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("aten::div"):
+            self.seen.append(type(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_temperatures_divide_on_a_gpu_as_those_of_rows_do() -> None:
+    """There torch multiplies by the rounded reciprocal of a plain number, but divides by a
+    tensor."""
+    seeds, positions, logits = torch.tensor([3]), torch.zeros(1, 1).long(), torch.randn(1, 1, 24)
+    held = RowSettings(1, SamplingSettings(0.7), 24, torch.device("cpu"), True)
+    with Divisors() as rows:
+        tempered = held.at_temperature(logits)
+    noise = SharedNoise(SamplingSettings(0.7), seeds, 24)
+    with Divisors() as shared:
+        found = (
+            *(shape_logits(logits, noise.settings), noise.draft_logits(logits, None)),
+            noise.tempered(logits),
+        )
+        noise.scores(logits, positions)
+        noise_pick(logits, positions, seeds, 0.7)
+    assert rows.seen == [torch.Tensor] and shared.seen == 5 * rows.seen
+    assert all(torch.equal(each, tempered) for each in found)
 
 
 def test_neighbouring_positions_and_seeds_are_independent() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from heads.api.errors import UserError
 from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
-from inference.export.layouts.gguf import FILE, frequency_divisors, interleave
+from inference.export.layouts.gguf import FILE, frequency_divisors, interleave, public_name
 from inference.target.model import TargetModel
 from tests.inference.export.ground import (
     LLAMA3,
@@ -132,6 +132,22 @@ def test_a_scale_of_the_targets_logits_is_named(tmp_path: Path) -> None:
     assert not any("of the target's logits" in note for note in facts.notes)
 
 
+def test_a_file_names_no_folder_of_this_machine(
+    target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = save(target, "distilled", tmp_path / "mine")
+    write(target, mine, tmp_path / "out", ENGINE)
+    keys, _ = read(tmp_path / "out")
+    name = Path(target.info.id).name
+    assert keys["general.name"] == f"distilled drafter for {name}" and "/" not in name
+    assert public_name("someone/target-1b") == "someone/target-1b"
+    for local in ("../", "./", "a/b/", str(tmp_path)):
+        assert public_name(f"{local}/target-1b") == "target-1b"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone" / "target-1b").mkdir(parents=True)
+    assert public_name("someone/target-1b") == "target-1b", "a folder"
+
+
 def test_formats_of_numbers(target: TargetModel, tmp_path: Path) -> None:
     mine = save(target, "distilled", tmp_path / "mine")
     write(target, mine, tmp_path / "out", ENGINE, dtype="bfloat16")
@@ -153,7 +169,7 @@ def test_formats_of_numbers(target: TargetModel, tmp_path: Path) -> None:
         ("peagle", "no architecture"),
         ("medusa", "no architecture"),
         ("dflash2", "DFlash and DSpark are written alone"),
-        ("dspark_gated", "gated"),
+        ("dspark_gated", r"^llama\.cpp cannot run this drafter: its DSpark has no 'gated' table"),
         ("distilled_qwen3", "Qwen3 layers have no biases"),
         ("pard", "without mask tokens"),
     ],

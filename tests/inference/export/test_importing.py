@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.api.checkpoint import load_drafter, read_config
@@ -22,6 +23,8 @@ from tests.inference.export.foreign import folder_of, sizes
 from tests.inference.export.ground import drafter_of, same, save, tensors, write
 
 H = 32
+IDS = {"target_layer_ids": [0, 2, 3], "mask_token_id": 3}
+"""Of a block drafter of three taps."""
 
 
 def taken(target: TargetModel, folder: Folder, out: Path, layout: str) -> dict[str, Tensor]:
@@ -121,6 +124,115 @@ def test_eagle_3_is_refused_for_what_would_ruin_it(target: TargetModel, tmp_path
     refused("has shape", good, {**mine, "norm.weight": torch.zeros(3)})
     refused("not finite", good, {**mine, "norm.weight": torch.full((H,), float("nan"))})
     refused("activation", {**good, "hidden_act": "gelu"}, mine)
+
+
+def test_eagle_3_with_draft_tokens_in_any_order(target: TargetModel, tmp_path: Path) -> None:
+    """Engines put the logits of a reduced vocabulary where d2t says, in whatever order."""
+    mine = dict(drafter_of(target, "eagle3_plain").state_dict())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    config = sizes(target, draft_vocab_size=40, head_dim=16, **{ids: [1, 3, 5]})
+    order, place = torch.randperm(40, generator=torch.Generator().manual_seed(2)), torch.arange(40)
+    tokens = (mine["d2t"] + place)[order]
+    theirs = {**mine, "d2t": tokens - place, "lm_head.weight": mine["lm_head.weight"][order]}
+    found = taken(target, folder_of(tmp_path / "a", config, theirs), tmp_path / "a-out", "eagle3")
+    same(found, mine)
+    del theirs["t2d"]
+    found = taken(target, folder_of(tmp_path / "b", config, theirs), tmp_path / "b-out", "eagle3")
+    same(found, mine)
+    for number, token in enumerate((int(tokens[1]), -1, target.info.vocab_size)):
+        wrong = tokens.clone()
+        wrong[0] = token
+        folder = folder_of(tmp_path / f"wrong{number}", config, {**theirs, "d2t": wrong - place})
+        with pytest.raises(UserError, match="the draft vocabulary is damaged"):
+            import_folder(folder, target, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "words"),
+    [
+        ("eagle3_plain", {"num_hidden_layers": None}, "does not describe its drafter"),
+        ("eagle3_plain", {"rope_parameters": None, "rope_theta": None}, "does not describe"),
+        ("eagle3_plain", {"eagle_aux_hidden_state_layer_ids": "1,3,5"}, "does not describe"),
+        ("dflash_token", {"num_hidden_layers": None}, "does not describe its drafter"),
+        ("dflash_token", {"dflash_config": IDS | {"target_layer_ids": []}}, r"reads layers \[\]"),
+        ("dflash_token", {"dflash_config": IDS | {"mask_token_id": -1}}, "names the mask token -1"),
+        ("peagle", {"pard_token": 10**6, "mask_token_id": 10**6}, "names the mask token 1000000"),
+        ("peagle", {"pard_token": -1, "mask_token_id": -1}, "names the mask token -1"),
+        ("pard", {"pard_token": "x"}, "names the mask token 'x'"),
+        ("pard", {"pard_token": -1}, "names the mask token -1"),
+    ],
+)
+def test_a_malformed_config_is_refused_in_one_sentence(
+    target: TargetModel, tmp_path: Path, variant: str, change: dict[str, Any], words: str
+) -> None:
+    write(target, save(target, variant, tmp_path / "mine"), tmp_path / "out", "vllm")
+    (tmp_path / "out" / "headstart_export.json").unlink()
+    path = tmp_path / "out" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=words) as caught:
+        import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "back")
+    assert str(tmp_path / "out") in str(caught.value) and not (tmp_path / "back").exists()
+
+
+def test_copies_of_a_target_are_known_in_any_number_format(target: TargetModel) -> None:
+    """A target that is stored in one format may be loaded in another."""
+    stored = target.weights.embedding.detach().to(torch.float16)
+    formats = (torch.float32, torch.bfloat16, torch.float16)
+    for loaded in formats:
+        weights = replace(target.weights, embedding=stored.to(loaded))
+        receiver = Receiver(target.info, weights)
+        for copied in formats:
+            theirs = stored.to(copied, copy=True)
+            assert receiver.is_shared("embed_tokens.weight", theirs), (loaded, copied)
+            theirs[3] += 1
+            assert not receiver.is_shared("embed_tokens.weight", theirs), (loaded, copied)
+            assert receiver.is_shared_but(3, theirs) and not receiver.is_shared_but(4, theirs)
+
+
+def test_a_language_model_with_another_tokenizer_is_refused(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    write(target, save(target, "distilled", tmp_path / "mine"), tmp_path / "out", "vllm")
+    (tmp_path / "out" / "headstart_export.json").unlink()
+    weights, found = tmp_path / "out" / "model.safetensors", tensors(tmp_path / "out")
+    # older checkpoints of Llama store the frequencies
+    found["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(found, weights)
+    assert import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "same").notes == []
+    path = tmp_path / "out" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    tokens = list(words.values())
+    content["model"]["vocab"] = dict(zip(words, [*tokens[1:], tokens[0]], strict=True))
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="has another tokenizer than target"):
+        import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    path.unlink()
+    (note,) = import_folder(Folder.read(tmp_path / "out"), target, tmp_path / "none").notes
+    assert "has no tokenizer that can be read" in note
+
+
+def test_speculators_eagle_3_without_layer_ids(target: TargetModel, tmp_path: Path) -> None:
+    """The library and vLLM then read the same layers as for any other EAGLE-3."""
+    mine = dict(drafter_of(target, "eagle3_plain").state_dict())
+    mine["fc.weight"] = torch.randn(H, 2 * H)  # in six layers, 2, n // 2 and n - 3 are two
+    theirs = {name.replace("midlayer.", "layers.0."): value for name, value in mine.items()}
+    key = "eagle_aux_hidden_state_layer_ids"
+    for number, named in enumerate(({}, {key: None})):
+        config = {
+            "speculators_model_type": "eagle3",
+            "architectures": ["Eagle3DraftModel"],
+            "draft_vocab_size": 40,
+            "transformer_layer_config": sizes(target, head_dim=16),
+            **named,
+        }
+        out = tmp_path / f"out{number}"
+        folder = folder_of(tmp_path / f"in{number}", config, theirs)
+        (note,) = import_folder(folder, target, out).notes
+        assert key in note and "[2, 3]" in note
+        assert read_config(out)["config"]["taps"] == [2, 3]
+        same(tensors(out), mine)
 
 
 class Elsewhere(Tensor):

@@ -276,6 +276,11 @@ def test_only_what_was_exported_for_vllm_can_be_served(target: TargetModel, tmp_
     }
     with pytest.raises(UserError, match="is for sglang; a live check serves with vLLM"):
         read_served(tmp_path / "sglang", target)
+    gguf = tmp_path / "gguf"  # without a config.json, which the other checks read
+    gguf.mkdir()
+    (gguf / "headstart_export.json").write_text('{"engine": "llama.cpp"}')
+    with pytest.raises(UserError, match=r"is for llama\.cpp; a live check serves with vLLM"):
+        read_served(gguf, target)
     (tmp_path / "vllm" / "headstart_export.json").unlink()
     with pytest.raises(UserError, match="does not say how it is served"):
         read_served(tmp_path / "vllm", target)

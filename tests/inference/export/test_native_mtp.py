@@ -21,6 +21,7 @@ from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.config import ExportConfig
 from inference.export.engine_folder import export, prepare
+from inference.export.hub.folder import read_export
 from inference.export.importing import import_folder, read_folder
 from inference.export.layouts.base import Target
 from inference.folders import EXPORT_FILE
@@ -124,6 +125,9 @@ def test_a_stitched_target_is_the_target_and_holds_the_block(
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     held = {name for path in out.glob("*.safetensors") for name in load_file(path)}
     assert set(index) == held
+    digest = ground.notes.source["sha256"]
+    with pytest.raises(UserError, match=r"contains the whole target \(export\.stitch=true\)"):
+        read_export("vllm", out, digest, "someone/target")
     model = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
     theirs = AutoModelForCausalLM.from_pretrained(ground.folder, dtype="float32")
     require_same(dict(model.state_dict()), dict(theirs.state_dict()))
@@ -139,6 +143,61 @@ def test_a_stitched_target_is_the_target_and_holds_the_block(
     config = ExportConfig(out=str(again), stitch=True)
     export(config, prepare(ground.checkpoint, "vllm"), Target(ground.config), again)
     require_same(ground.imported(again, tmp_path / "third"), other)
+
+
+def test_a_target_of_which_files_are_missing_is_not_stitched(tmp_path: Path) -> None:
+    """As the Hub's cache has it after a download that was cut off."""
+    ground = Ground("qwen3_5_text", tmp_path)
+    whole = ground.folder / "model.safetensors"
+    tensors = load_file(whole)
+    names = sorted(tensors)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {name: shards[place % 2] for place, name in enumerate(names)}
+
+    def put(shard: str, left_out: str = "") -> None:
+        own = {name: tensors[name] for name in names if weight_map[name] == shard}
+        own.pop(left_out, None)
+        save_file(own, ground.folder / shard, {"format": "pt"})
+
+    for shard in shards:
+        put(shard)
+    whole.unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (ground.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    out, checkpoint = tmp_path / "whole", prepare(ground.checkpoint, "vllm")
+    config, target = ExportConfig(out=str(out), stitch=True), Target(ground.config)
+
+    def refused(words: str) -> None:
+        with pytest.raises(UserError, match=words) as caught:
+            export(config, checkpoint, target, out)
+        assert not out.exists() and "Save the target" not in str(caught.value)
+
+    (ground.folder / shards[1]).unlink()
+    refused(rf"lacks 1 of the 2 weight files .* such as {shards[1]}\. Fetch the whole target")
+    (ground.folder / shards[0]).rename(tmp_path / shards[0])
+    refused("lacks 2 of the 2 weight files")
+    (tmp_path / shards[0]).rename(ground.folder / shards[0])
+    put(shards[1], names[1])
+    refused(rf"lacks 1 of the {len(names)} tensors .* such as '{names[1]}'")
+    put(shards[1])
+    export(config, checkpoint, target, out)
+    listed = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(names) <= set(listed)
+
+
+def test_a_block_of_a_quantised_target_is_not_described_as_quantised(tmp_path: Path) -> None:
+    ground = Ground("qwen3_5_text", tmp_path)
+    path, checkpoint = ground.folder / "config.json", prepare(ground.checkpoint, "vllm")
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": fp8}))
+    alone, target = tmp_path / "alone", Target(ground.config)
+    notes = export(ExportConfig(out=str(alone)), checkpoint, target, alone)
+    assert "quantization_config" not in json.loads((alone / "config.json").read_text())
+    assert any("this block's are plain" in note for note in notes.notes)
+    whole = tmp_path / "whole"
+    with pytest.raises(UserError, match=r"weights are quantised .*export\.stitch=false"):
+        export(ExportConfig(out=str(whole), stitch=True), checkpoint, target, whole)
+    assert not whole.exists()
 
 
 def test_no_file_of_the_target_is_changed_and_its_dtype_stays(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ computes."""
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from heads.api.registry import get_kind
 from inference.export.check.config import VerifyConfig
 from inference.export.check.verify import verify
 from inference.export.config import ENGINES
+from inference.export.engine_folder import custom_class, serve
 from inference.export.importing import import_folder
 from inference.export.layouts.base import Target, Written
 from inference.export.layouts.dflash import place_scale
@@ -213,6 +215,42 @@ def test_the_scale_of_the_targets_logits_goes_along(method: str, place: str, key
     other = Written({"dflash_config": {}}, {}, {})
     place_scale(other, target, "lilicorr")  # type: ignore[arg-type]
     assert "scale (0.25) and the cap (30)" in other.notes[0]
+
+
+def test_the_library_has_no_scale_of_the_targets_logits_and_a_note_says_so(tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "target")
+    target, path = load_target(folder), folder / "config.json"
+    mine = save(target, "dflash2_token", tmp_path / "mine")
+    said = "the engine leaves out the scale (0.25) and the cap (30) of the target's logits"
+    plain = write(target, mine, tmp_path / "plain", "speculators")
+    assert not any("of the target's logits" in note for note in plain.notes)
+    factors = {"logits_scaling": 4.0, "final_logit_softcapping": 30.0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **factors}))
+    facts = write(target, mine, tmp_path / "out", "speculators")
+    assert any(said in note for note in facts.notes)
+    assert "output_multiplier" not in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
+def test_a_shell_reads_any_path_in_a_command(engine: str) -> None:
+    path, out = "my models/o'neil", Path("out $1/o'neil")
+    told = {"method": "eagle3", "num_speculative_tokens": 4}
+    words = shlex.split(serve(engine, path, out, told))
+    if engine == "vllm":
+        given = words.pop()
+        assert json.loads(given) == {**told, "model": str(out)}
+    else:
+        assert str(out) in [word.removesuffix("/drafter.gguf") for word in words]
+    assert (path in words) == (engine != "llama.cpp"), words
+
+
+def test_a_command_for_a_custom_class_and_code_hold_any_path() -> None:
+    path, out = "my models/o'neil", Path("out $1/o'neil")
+    told = {"method": "medusa", "num_speculative_tokens": 4}
+    words = shlex.split(custom_class(path, out, told))
+    assert words[:4] == [f"PYTHONPATH={out}", "vllm", "serve", path]
+    assert json.loads(words[-1]) == {"headstart_medusa": str(out)}
+    assert f"from_pretrained({str(out)!r})" in serve("transformers", path, out, told)
 
 
 def random_family(folder: Path, family: str, **changes: Any) -> TargetModel:

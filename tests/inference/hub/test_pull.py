@@ -128,6 +128,26 @@ def test_a_file_that_is_not_what_was_published_is_refused(
     assert "was changed or damaged" in refused(OURS, tmp_path / "out")
 
 
+def test_a_card_and_plots_that_were_edited_on_the_hub_do_not_matter(
+    hub: HubStandIn, pushed: Path, tmp_path: Path
+) -> None:
+    hub.repos[REPO]["README.md"] += b"\nAdded on the web page.\n"
+    hub.repos[REPO]["speedup.png"] += b"another plot"
+    out = pull(OURS, tmp_path / "out", console=Console(quiet=True))
+    assert (out / "README.md").read_bytes().endswith(b"Added on the web page.\n")
+    hub.repos[REPO]["report.json"] += b" "
+    message = refused(OURS, tmp_path / "other")
+    assert "report.json' was changed or damaged" in message
+
+
+def test_a_manifest_of_another_program_is_not_called_a_refusal_of_the_hub(
+    hub: HubStandIn, pushed: Path, tmp_path: Path
+) -> None:
+    hub.repos[REPO]["manifest.json"] = b'{"name": "webapp"}'
+    message = refused(OURS, tmp_path / "out")
+    assert "has manifest format" in message and "refused the pull" not in message
+
+
 def test_what_is_not_there_is_named(hub: HubStandIn, pushed: Path, tmp_path: Path) -> None:
     assert "there is no repository 'someone/other'" in refused(
         PullConfig(repo="someone/other"), tmp_path / "out"

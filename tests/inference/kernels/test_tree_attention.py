@@ -7,6 +7,7 @@ head size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -335,6 +336,22 @@ def test_the_launch_that_a_gpu_gets_gives_the_same() -> None:
     )
     found = TREE_ATTENTION.triton()(*positional, **named, split_size=64)
     torch.testing.assert_close(found.float(), in_float32(arguments), rtol=2e-3, atol=2e-3)
+
+
+@ON_CPU
+def test_slots_beyond_32_bits_are_found(tmp_path: Path) -> None:
+    """Few slots far apart, as the many of a wide drafter are; most of the file is never written."""
+    slots, apart, size = 18, 1 << 27, 16
+    there = str(tmp_path / "cache")
+    memory = torch.from_file(there, True, (slots - 1) * apart + size, dtype=torch.float16)
+    keys = memory.as_strided((1, 1, slots, size), (0, 0, apart, 1))
+    keys.copy_(torch.randn(1, 1, slots, size))
+    tree = TokenTree.chain(1)
+    query = torch.randn(1, 1, 2, size).half()
+    positional = [query, keys, keys, torch.tensor([slots - 2]), tree.words(), tree.depth]
+    arguments: Inputs = positional, {"scaling": 0.25}
+    found = run_kernels(arguments, 32).float()
+    torch.testing.assert_close(found, in_float32(arguments), rtol=2e-3, atol=2e-3)
 
 
 @ON_CPU

@@ -17,15 +17,18 @@ from heads.suffix import Config as SuffixConfig
 from inference.decoding.arm import Arm
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
-from inference.decoding.requests import Request
+from inference.decoding.requests import Completion, PassRecord, Request
 from inference.decoding.structured.constraint import Constraint
+from inference.measure import metrics
 from inference.measure.profile import (
     ProfileConfig,
     Setting,
+    Turn,
     best,
     context_of,
     make_blocks,
     profile,
+    prompt_totals,
     take_turns,
 )
 from inference.measure.prompts import Prompt, to_requests
@@ -269,6 +272,25 @@ def test_shorter_chains_have_no_lengths_of_the_longest(
     config = ProfileConfig(batches=(2,), depths=(1, 2))
     found = profile(config, target, [arm], asked, seed=1)
     assert {point.depth for point in found.points} == {1, 2}
+
+
+def test_a_prompt_that_repeats_in_several_blocks_is_one_unit(requests: list[Request]) -> None:
+    def block(*numbers: int) -> Turn:
+        done = [
+            Completion(requests[n], [], "length", [PassRecord(n, 1 + n, False)] * (1 + n))
+            for n in numbers
+        ]
+        passes = sum(len(one.passes) for one in done)
+        return Turn(done, {"verify": 0.01 * passes, "prefill": 0.0}, passes)
+
+    once, often = (prompt_totals([block(0, 1), block(2, 3)] * rounds, 4) for rounds in (1, 5))
+    assert len(once.prompts) == len(often.prompts) == 4
+    assert often.decode_seconds == pytest.approx(5 * once.decode_seconds)
+    assert once.decode_seconds == pytest.approx([0.01, 0.02, 0.03, 0.04])  # by their passes
+    narrow, wide = (metrics.tokens_per_second_ci95(one) for one in (often, once))
+    assert narrow == pytest.approx(wide) and wide[1] - wide[0] > 50
+    overlapping = prompt_totals([block(0, 1), block(1, 2), block(2, 0)], 4)
+    assert len(overlapping.prompts) == 3
 
 
 def test_a_drafter_that_remembers_has_not_answered_the_prompts_before(target: TargetModel) -> None:

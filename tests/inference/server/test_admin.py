@@ -11,6 +11,7 @@ import pytest
 
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
+from inference.decoding.draft_file import DRAFT_KEYS
 from inference.decoding.engine import Engine
 from inference.decoding.loading import load_drafter
 from inference.server.admin import ADMIN_HEADER, DRAFTER_PATH, TRIAL_PATH
@@ -71,8 +72,11 @@ def test_a_drafter_is_changed_and_tried_over_http(target: TargetModel, tmp_path:
     bad = str(BAD["not finite"](tmp_path / "bad", target))
     with serving(engine_of(target), TOKEN, admin=Secret(ADMIN.encode())) as running:
         call = Caller(running)
-        nothing = {"drafter": "test", "trial": None, "samples": None}
-        assert call("GET", DRAFTER_PATH) == (200, nothing)
+        status, body = call("GET", DRAFTER_PATH)
+        draft = body["draft"]
+        assert (draft["shape"], draft["depth"]) == ("chain", 3) and set(draft) == set(DRAFT_KEYS)
+        nothing = {"drafter": "test", "draft": draft, "trial": None, "samples": None}
+        assert (status, body) == (200, nothing)
         assert call("GET", TRIAL_PATH)[0] == 404
         assert call("POST", DRAFTER_PATH, {"checkpoint": one})[1]["drafter"] == one
         status, body = call("POST", DRAFTER_PATH, {"checkpoint": bad})

@@ -23,6 +23,7 @@ from inference.decoding.loading import load_drafter
 from inference.decoding.pair import DrafterPair
 from inference.decoding.requests import PassRecord, Request
 from inference.decoding.session import Session
+from inference.server import swapping
 from inference.server.drafter_folder import DrafterFolder
 from inference.server.trial import TrialCounts, drafts_with_candidate
 from inference.target.model import TargetModel
@@ -127,6 +128,20 @@ def test_no_request_is_lost_and_no_text_changes_over_many_swaps(
     assert shown['headstart_drafter_swaps_total{outcome="installed"}'] >= 4
     assert shown[f'headstart_drafter{{drafter="{swaps.current()}"}}'] == 1
     assert shown["headstart_drafter_swap_seconds_count"] >= 4
+
+
+def test_the_check_of_a_new_drafter_counts_as_a_stop(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = swapping.check_drafts
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.3)
+        check(*given)
+
+    monkeypatch.setattr(swapping, "check_drafts", slowly)
+    running.service.swaps.install("ngram")
+    assert running.metrics()["headstart_drafter_swap_seconds_sum"] >= 0.3
 
 
 def test_a_trial_counts_both_drafters_and_changes_no_text(

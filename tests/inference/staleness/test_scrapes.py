@@ -16,7 +16,7 @@ from heads.api.errors import UserError
 from inference.engines.client import PROBE
 from inference.engines.scrape import read_samples
 from inference.measure.prompts import Prompt
-from inference.staleness.comparison import Comparison, with_system
+from inference.staleness.comparison import Comparison, Fresh, with_system
 from inference.staleness.config import WatchConfig
 from inference.staleness.evidence import Bets, Grid, Sums
 from inference.staleness.reference import DomainAnswers, Reference
@@ -287,6 +287,42 @@ def test_one_domain_of_the_reference_may_be_meant() -> None:
         Comparison(dataclasses.replace(config, domain="cod"), known).choose_domains([""])
     with pytest.raises(UserError, match="Leave it out"):
         Comparison(config, known).choose_domains(["code"])
+
+
+HEADSTART = (
+    'headstart_requests_total{{outcome="stop"}} {requests}\n'
+    'headstart_verify_passes_total{{domain="none"}} {passes}\n'
+    'headstart_accepted_drafts_total{{domain="none"}} {accepted}\n'
+)
+
+
+def test_requests_that_name_no_domain_are_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`headstart serve` counts and records them as domain none."""
+    known = reference()
+    for number in range(1, 41):
+        counts = {"requests": 50 * number, "passes": 1000 * number, "accepted": 950 * number}
+        (tmp_path / f"{number:03d}.txt").write_text(HEADSTART.format(**counts))
+    for domain, name in (("", "mixed"), ("code", "code")):
+        comparison = Comparison(WatchConfig(metrics=(str(tmp_path),), domain=domain), known)
+        comparison.add_scrapes([str(tmp_path)])
+        comparison.require_fresh()
+        assert set(comparison.test.fresh) >= {name} and not comparison.test.unknown
+    answers = [Fresh("none", [1, 0]), Fresh("none", [2, 1])]
+    monkeypatch.setattr("inference.staleness.comparison.read_recorded", lambda *_: answers)
+    comparison = Comparison(WatchConfig(records="records"), known)
+    comparison.add_records(tmp_path)
+    assert comparison.answers["mixed"].answers == [[1, 0], [2, 1]] and not comparison.remarks
+    sampled = dataclasses.replace(known, sampling={"top_p": 0.9, "top_k": 0})
+    comparison = Comparison(WatchConfig(records="records"), sampled)
+    comparison.add_records(tmp_path)
+    assert "the reference's: top_p 0.9." in comparison.remarks[0]
+    # beside requests that name one, they stay apart, as a domain that the reference does not have
+    comparison = Comparison(WatchConfig(records="records"), known)
+    answers.append(Fresh("code", [1]))
+    comparison.add_records(tmp_path)
+    assert list(comparison.test.unknown) == ["none"]
 
 
 def test_a_running_server_is_watched_until_the_alarm() -> None:

@@ -83,6 +83,28 @@ def test_marked_and_unmarked_template_give_the_same_spans():
     assert chat.render_conversation(marked, TALK) == expected
 
 
+def test_all_tokens_of_a_last_character_are_the_assistants():
+    tokenizer = tiny_tokenizer("marked")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    said = "Hi \N{LLAMA}"
+    assert len(tokenizer.encode("\N{LLAMA}", add_special_tokens=False)) > 1
+    talk = [TALK[1], {"role": "assistant", "content": said}, TALK[3], TALK[4]]
+    ids, spans = chat.render_conversation(tokenizer, talk)
+    assert bracketed(tokenizer, ids, spans) == f"Hello![{said}]Add?[ a + b]"
+
+
+def test_values_that_are_nested_too_deeply_are_refused():
+    deep: dict[str, object] = {}
+    for _ in range(2000):
+        deep = {"a": deep}
+    call = {"function": {"name": "f", "arguments": deep}}
+    with pytest.raises(UserError, match="nested too deeply"):
+        chat.check_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
 def test_beginning_of_text_is_written_once_even_by_a_tokenizer_that_adds_it_itself():
     from tokenizers import processors
 

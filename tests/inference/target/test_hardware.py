@@ -17,8 +17,9 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.execution import graphs
 from inference.decoding.execution.accelerator import accelerator_of
 from inference.kernels.reference.attention import TREE_ATTENTION
-from inference.target.hardware import found_device, wait_for
+from inference.target.hardware import found_device, release_unused, wait_for
 from inference.target.loading import TargetConfig, pick_device
+from inference.target.memory import free_bytes
 
 XPU = torch.device("xpu", 0)
 
@@ -87,3 +88,46 @@ def test_a_cpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for(torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert found_device().type in ("cpu", "cuda")
+
+
+def test_memory_that_cannot_be_released_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a failed capture, torch's allocator may refuse."""
+
+    def refuse() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", refuse)
+    release_unused()
+    assert "could not be released: captures_underway" in caplog.text
+
+
+def test_memory_that_graphs_keep_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other steps cannot use the pool of a captured graph; that of a graph that is gone can be
+    released."""
+
+    def segment(pool: tuple[int, int], total: int, allocated: int, device: int = 0) -> Any:
+        sizes = {"total_size": total, "allocated_size": allocated}
+        return {"device": device, "segment_pool_id": pool, **sizes}
+
+    gone = segment((0, 1), 1000, 0)
+    segments = [segment((0, 0), 300, 100), segment((0, 2), 70, 30), segment((0, 2), 5, 0, 1), gone]
+    there = [2000]
+
+    def release() -> None:
+        segments.remove(gone)
+        there[0] += gone["total_size"]
+
+    def total(size: str) -> Any:
+        return lambda device: sum(s[size] for s in segments if s["device"] == device.index)
+
+    answers = {"is_available": lambda: True, "get_allocator_backend": lambda: "native"}
+    answers |= {"empty_cache": release, "memory_snapshot": lambda: segments}
+    answers |= {"mem_get_info": lambda device: (there[0], 0)}
+    answers |= {"memory_reserved": total("total_size")}
+    answers |= {"memory_allocated": total("allocated_size")}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    assert free_bytes(torch.device("cuda:0")) == 2000 + 1000 + 200

@@ -193,6 +193,29 @@ def test_a_quantised_checkpoint_names_the_library_it_needs(
         settings("auto", {"quant_method": method})
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_fp8_names_the_library_that_multiplies_it(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only on devices that multiply fp8: on others transformers dequantises the weights."""
+    there = {"accelerate", "kernels"} if installed else {"accelerate"}
+    monkeypatch.setattr(quantization, "find_spec", lambda module: module in there or None)
+    capability = {"cuda:0": (8, 9), "cuda:1": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[str(device)])
+    files = {"quant_method": "fp8"}
+    cases = (("fp8", None, "target.quantization=fp8"), ("auto", files, "a target quantised with"))
+    for name, own, what in cases:
+        if installed:
+            quantization_settings(name, own, torch.bfloat16, torch.device("cuda:0"))
+            continue
+        with pytest.raises(UserError, match=rf"{what}.* needs .*pip install '.*\[kernels\]'"):
+            quantization_settings(name, own, torch.bfloat16, torch.device("cuda:0"))
+    for device in ("cuda:1", "cpu"):
+        assert quantization_settings("auto", files, torch.bfloat16, torch.device(device)) is None
+    plain = {**files, "dequantize": True}
+    assert quantization_settings("auto", plain, torch.bfloat16, torch.device("cuda:0")) is None
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "auto"])
 def test_a_quantised_checkpoint_is_not_quantised_again(name: str) -> None:
     with pytest.raises(UserError, match=r"quantised already \(fp8\).*target.quantization=auto"):

@@ -208,8 +208,10 @@ def test_a_target_that_decodes_through_the_kernel_is_checked_through_it(
     assert f"behind {296 if fault is one_piece_lost else 4} tokens" in str(caught.value)
 
 
-def test_products_in_bfloat16_are_not_summed_in_bfloat16() -> None:
+def test_products_in_16_bits_are_not_summed_in_16_bits() -> None:
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
     random_target()
     assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction

@@ -22,8 +22,9 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.costs import CostCurves, CostPoint
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
-from inference.decoding.requests import PassRecord
+from inference.decoding.requests import Completion, PassRecord
 from inference.measure.metrics import divide
+from inference.measure.profile import Turn
 from inference.measure.prompts import Prompt, to_requests
 from inference.target.model import TargetModel
 from inference.tune.confidence import CANDIDATES, best_threshold, speeds
@@ -295,9 +296,8 @@ def test_predictions_are_what_decoding_does_and_the_choice_is_the_best_of_all(
 
 
 def ran(draft: Draft, speedup: float, width: float) -> DraftSpeed:
-    return DraftSpeed(
-        draft, 1, 100.0, [90.0, 110.0], speedup, [speedup / width, speedup * width], 1.0
-    )
+    interval = [speedup / width, speedup * width]
+    return DraftSpeed(draft, 1, 100.0, [90.0, 110.0], speedup, interval, 1.0, interval)
 
 
 def test_a_measurement_counts_by_how_sure_it_is() -> None:
@@ -352,6 +352,36 @@ def test_drafts_close_to_the_fastest_run_longer_on_other_visits(
     assert set(map(len, tuner_of(target, close_rounds=0).compare(drafts, 0.0, 3).values())) == {
         blocks
     }
+
+
+def test_repeats_of_the_same_prompts_narrow_no_interval(target: TargetModel) -> None:
+    """At temperature 0 every round is the first one over again: as many prompts are known."""
+    tuner, chain = tuner_of(target), Draft("chain", 3)
+    requests = tuner.task.requests
+
+    def turns(draft: Draft, rounds: int) -> list[Turn]:
+        found = []
+        for block in tuner.task.blocks(1, 1) * rounds:
+            kept = [0 if draft == NONE else number % 4 for number in block]
+            done = [
+                Completion(requests[number], [], "length", [PassRecord(more, 1 + more, False)] * 8)
+                for number, more in zip(block, kept, strict=True)
+            ]
+            found.append(Turn(done, {"verify": 0.01 * 8 * len(block)}, 8 * len(block)))
+        return found
+
+    once, often = (
+        next(
+            row
+            for row in tuner.speeds({draft: turns(draft, rounds) for draft in (NONE, chain)})
+            if row.draft == chain
+        )
+        for rounds in (1, 6)
+    )
+    assert once.speedup == often.speedup > 1.0
+    low, high = once.speedup_ci95
+    assert high - low > 0.5 and often.speedup_ci95 == pytest.approx([low, high])
+    assert often.tokens_per_second_ci95 == pytest.approx(once.tokens_per_second_ci95)
 
 
 def test_prediction_and_measurement_choose_together() -> None:

@@ -137,6 +137,7 @@ def test_rows_that_were_trained_otherwise_than_most_are_marked(tmp_path: Path) -
         good | {"name": "unknown", "trainings": [before]},  # of a report without the optimiser
         good | {"name": "shorter", "trainings": [training | {"steps": 3}]},
         good | {"name": "other", "trainings": [training | {"optimiser": "muon"}]},
+        good | {"name": "exact", "trainings": [training | {"precision": "float32"}]},
     ]
     found = families.keep(content, {**content, "rows": [*content["rows"], *rows]})
     families.mark_others(found["rows"])
@@ -145,6 +146,7 @@ def test_rows_that_were_trained_otherwise_than_most_are_marked(tmp_path: Path) -
     page = "\n".join(families.markdown(found))
     assert "| shorter | 1.20 M | 3 * |" in page and "| alike | 1.20 M | 7 |" in page
     assert "do not compare with the other rows: shorter, other." in page
+    assert "Trained in float32, on a CPU without bfloat16: exact." in page
 
 
 def test_rows_of_an_earlier_run_are_kept_beside_new_ones(

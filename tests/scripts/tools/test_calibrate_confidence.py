@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
+from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from scripts.tools import calibrate_confidence, fit_acceptance
 from scripts.tools.calibrate_confidence import main, recorded
 from tests.heads.recipes import build
 from tests.models import random_target
@@ -55,6 +58,26 @@ def test_a_calibrated_copy_is_written_and_errors_fall(
         "temperatures"
     ]
     assert len(report["calibration_error_after"]) == 3
+
+
+@pytest.mark.parametrize("tool", [calibrate_confidence, fit_acceptance])
+def test_the_target_is_loaded_as_asked(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def load(config: TargetConfig) -> None:
+        asked.append(config)
+        raise UserError("asked")
+
+    monkeypatch.setattr(TargetModel, "load", load)
+    given = ["drafter", "--out", str(tmp_path), "--target", "some/model"]
+    assert tool.main([*given, "--dtype", "bfloat16", "--device", "cuda:1"]) == 2
+    assert tool.main(given) == 2
+    assert asked == [
+        TargetConfig("some/model", dtype="bfloat16", device="cuda:1"),
+        TargetConfig("some/model", dtype="float32", device="cpu"),
+    ]
 
 
 def test_a_drafter_without_confidence_is_refused(

@@ -21,6 +21,7 @@ from train.data.conversation import (
     places_to_answer,
     without_thinking,
 )
+from train.data.reserve import prompt_of
 from train.data.sources import Row
 from train.data.tables import BadRowError
 from train.generate.turns import Talk, keep_answer
@@ -101,6 +102,17 @@ def test_reasoning_is_kept_dropped_or_left_in_the_last_turn():
     assert without_thinking("a < b and no thought") == "a < b and no thought"
     with pytest.raises(BadRowError, match="nothing but reasoning"):
         apply_reasoning([{"role": "assistant", "content": "<think>x</think>"}], "drop")
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+def test_reasoning_before_the_answer_is_dropped_with_and_without_a_following_answer(ends):
+    thought = {"role": "assistant", "content": "<think>hm</think>Yes."}
+    asked = [{"role": "user", "content": "Is it?"}, thought, {"role": "user", "content": "And?"}]
+    given = row([*asked, *[{"role": "assistant", "content": "No."}] * (ends - 1)])
+    data = DataConfig("-", reasoning="last")
+    expected = [asked[0], {"role": "assistant", "content": "Yes."}, asked[2]]
+    assert Talk(given, target("chatml"), data, DECODE).messages == expected
+    assert prompt_of(given, data).messages == tuple(expected)
 
 
 def test_places_to_answer():

@@ -90,6 +90,23 @@ def test_tools_stay_and_other_columns_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_of_a_table_has_no_keys_of_other_rows_tools(tmp_path, streaming):
+    def row(key):
+        properties = {key: {"type": "string", "enum": ["x"]}}
+        described = {"name": key, "parameters": {"properties": properties}}
+        call = {"function": {"name": key, "arguments": {"options": [{key: {key: 1}}]}}}
+        talk = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": talk, "tools": [{"type": "function", "function": described}]}
+
+    given = [row("city"), row("ticker")]
+    pq.write_table(pa.Table.from_pylist(given), tmp_path / "rows.parquet")
+    found = [*Source(DataConfig(str(tmp_path / "rows.parquet"), streaming=streaming))]
+    assert [list(one.tools) for one in found] == [one["tools"] for one in given]
+    calls = [one.messages[1]["tool_calls"][0]["function"] for one in found]
+    assert calls == [one["messages"][1]["tool_calls"][0]["function"] for one in given]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_columns_that_later_rows_bring_are_read(tmp_path, streaming):
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     more = {"tools": [tool], "system_prompt": "Be brief.", "domain": "code"}

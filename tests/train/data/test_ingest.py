@@ -33,9 +33,13 @@ def jsonl(path, rows):
     return str(path)
 
 
-def read(data, folder, held_out=None):
+def words_of(tokens):
+    return " ".join(map(str, tokens))
+
+
+def read(data, folder, held_out=None, **more):
     """Reads in and returns the summary and what became of every row."""
-    found = ingest.ingest(data, folder, held_out, lambda tokens: " ".join(map(str, tokens)))
+    found = ingest.ingest(data, folder, held_out, words_of, **more)
     rows = list(ingest.read_rows(folder, 0, 1, np.zeros(found.total, dtype=bool)))
     return found, ["" if isinstance(row, Row) else row.reason for row in rows], rows
 
@@ -91,6 +95,46 @@ def test_the_first_of_several_equal_rows_is_kept(tmp_path):
     assert found.report["left_out"] == {duplicates.REASONS[duplicates.SAME_ID]: 1}
 
 
+@pytest.mark.parametrize("compared", ["exact", "near"])
+def test_rows_with_other_tools_or_tool_calls_are_no_duplicates(tmp_path, compared):
+    def row(tool, city, answered=True):
+        said = {"function": {"name": "weather", "arguments": {"city": city}}}
+        call = {"role": "assistant", "content": "", "tool_calls": [said]}
+        asked = {"role": "user", "content": "And now?" if answered else text(1)}
+        described = {"name": tool, "description": text(2)}
+        tools = [{"type": "function", "function": described}]
+        return {"messages": [asked, *[call] * answered], "tools": tools}
+
+    calls = [row("weather", f"Rome {text(3)}"), row("weather", f"Paris {text(4)}")]
+    rows = [*calls, row("search", "", False), row("weather", "", False), calls[1]]
+    data = DataConfig(jsonl(tmp_path / "p.jsonl", rows), deduplicate=compared)
+    _, reasons, _ = read(data, tmp_path / "in")
+    assert [bool(reason) for reason in reasons] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize(
+    ("turn", "same"),
+    [
+        ("last", [False, True, False, True]),
+        ("first", [False, True, True, True]),
+        ("all", [False, True, False, True]),
+    ],
+)
+def test_rows_that_the_target_answers_are_compared_by_what_it_reads(tmp_path, turn, same):
+    ask, more = {"role": "user", "content": text(1)}, {"role": "user", "content": text(2)}
+    said = [{"role": "assistant", "content": text(number)} for number in (3, 4)]
+    talks = [[ask, said[0]], [ask, said[1]], [ask, said[0], more], [ask, said[0], more, said[1]]]
+    path = jsonl(tmp_path / "p.jsonl", [{"messages": talk} for talk in talks])
+    _, reasons, _ = read(DataConfig(path, turn=turn), tmp_path / "in", sampled=True)
+    assert [bool(reason) for reason in reasons] == same
+    _, reasons, _ = read(DataConfig(path, turn=turn), tmp_path / "own")
+    assert not any(reasons)
+    plain = [{"tokens": [5, 6, 7], "spans": [[2, 3]]}, {"tokens": [5, 6, 8], "spans": [[2, 3]]}]
+    data = DataConfig(jsonl(tmp_path / "t.jsonl", plain), turn=turn)
+    _, reasons, _ = read(data, tmp_path / "tokens", sampled=True)
+    assert [bool(reason) for reason in reasons] == [False, True]
+
+
 def test_similar_rows_are_found_among_many(tmp_path, monkeypatch):
     """Judged by estimates, compared with the true share of common shingles, over all pairs."""
     monkeypatch.setattr(ingest, "BLOCK", 64)
@@ -142,6 +186,22 @@ def test_held_out_prompts_are_found_whole_or_in_part():
     exact = HeldOutIndex(prompts, exact=True)
     assert exact.find([f"before {question}"]) is None
     assert exact.find([question.upper()]).prompt == "long"
+
+
+def test_a_run_has_as_many_letters_in_every_script():
+    russian = "Пожалуйста, объясни подробно, как работает алгоритм Дейкстры на графе"
+    chinese = "请用中文详细解释下面这段代码的作用：计算斐波那契数列的第二十项的递归实现"
+    index = HeldOutIndex([("bench", "russian", [russian]), ("bench", "chinese", [chinese])])
+    assert index.find(["Пожалуйста, объясни подробно, что такое фотосинтез"]) is None
+    assert index.find(["请用中文详细解释下面这段代码的作用：快速排序"]) is None
+    assert index.find([f"Вопрос. {russian} Ответ."]).prompt == "russian"
+    found = index.find([f"问题：{chinese}。谢谢"])
+    assert (found.prompt, found.text) == ("chinese", chinese.replace("：", "")[:25])
+
+
+def test_a_prompt_that_its_source_repeats_is_no_template():
+    index = HeldOutIndex([("bench", str(number), [text(5, 30)]) for number in range(20)])
+    assert index.find([f"{text(8)} {text(5, 30)}"]).prompt == "0"
 
 
 def test_prompts_of_every_form_are_held_out():

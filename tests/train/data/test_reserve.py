@@ -145,6 +145,23 @@ def test_prompts_that_the_target_cannot_answer_are_not_chosen(tmp_path):
     assert all(len(said(one)) < 150 for one in found)
 
 
+def test_few_prompts_that_the_target_can_answer_are_shared_by_both_uses(tmp_path):
+    path = jsonl(
+        tmp_path / "p.jsonl", [{"prompt": text(number, 10 + number)} for number in range(40)]
+    )
+    by_length = sorted((text(number, 10 + number) for number in range(40)), key=len)
+
+    def held(most):
+        folder = tmp_path / str(most)
+        read(DataConfig(path, reserve=SOME), folder, fits=lambda one: said(one) in by_length[:most])
+        return [len(prompts_of(folder, use)) for use in ("validation", "bench")]
+
+    assert (held(4), held(7)) == ([1, 2], [1, 2])
+    for few in (0, 3):
+        with pytest.raises(UserError, match=rf"has {few} usable conversations, of 40, whose prom"):
+            held(few)
+
+
 def test_what_an_earlier_reading_held_out_is_left_out_again(tmp_path):
     path = jsonl(tmp_path / "p.jsonl", [{"prompt": text(number)} for number in range(60)])
     _, first = read(DataConfig(path, reserve=SOME), tmp_path / "one")

@@ -11,10 +11,12 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import processors
 
 from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
@@ -64,7 +66,7 @@ class Standin:
 
     def sglang(self, body):
         if "text" in body:
-            ids = self.tokenizer.encode(body["text"], add_special_tokens=False)
+            ids = self.tokenizer.encode(body["text"])
             return {
                 "output_ids": [1],
                 "meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in ids]},
@@ -207,6 +209,18 @@ def test_token_ids_go_in_and_come_out(protocol, monkeypatch):
         assert {body["seed"] for body, _ in standin.bodies[1:]} == {
             request.seed for request in REQUESTS
         }
+
+
+@pytest.mark.parametrize("protocol", ["openai", "sglang"])
+def test_a_tokenizer_that_adds_a_beginning_of_text_is_the_targets(protocol):
+    tokenizer = tiny_tokenizer("marked")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
+    )
+    assert tokenizer.encode("x")[:-1] == [tokenizer.bos_token_id]
+    with serving(Standin(protocol, tokenizer=tokenizer)) as address:
+        pool = ServerPool(settings(address), replace(FACTS, tokenizer=tokenizer))
+        assert len(list(pool.sample(REQUESTS[:1]))) == 1
 
 
 def test_faults_that_pass_are_waited_out():

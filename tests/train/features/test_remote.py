@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +307,40 @@ def test_pauses_stay_finite_however_often_it_is_asked(
     with pytest.raises(UserError, match="no features after 1101 attempts"):
         features.batch(loader.step(0)[0])
     features.close()
+
+
+def test_busy_servers_are_waited_for_as_they_ask_within_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(time.monotonic())
+            self.send_response(200 if len(asked) > 8 else (503, 429)[len(asked) % 2])
+            self.send_header("Retry-After", "0.05")
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    asked: list[float] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    config = FeaturesConfig(mode="remote", servers=(address,), retries=1)
+
+    def ask() -> bytes:
+        found = servers.Servers(config, "feature server", {})
+        return found.in_turn(lambda one: found.request(one, "GET", "/", most=9))
+
+    assert ask() == b"{}" and len(asked) == 9
+    assert min(later - sooner for sooner, later in pairwise(asked)) >= 0.05
+    asked.clear()
+    monkeypatch.setattr(servers, "BUSY_SECONDS", 0.12)
+    with pytest.raises(UserError, match=r"no features after [23] attempts .*status (503|429)"):
+        ask()
+    server.shutdown()
+    server.server_close()
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again(

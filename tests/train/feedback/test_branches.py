@@ -24,7 +24,7 @@ from tests.train.feedback.recorded import (
 )
 from train.data.config import DataConfig
 from train.data.sources import Source
-from train.feedback.branches import BRANCHES, write_branches
+from train.feedback.branches import BRANCHES, branches_of, write_branches
 from train.feedback.config import FeedbackConfig
 
 
@@ -90,6 +90,18 @@ def test_limits_are_kept(made: tuple[Path, Path], tmp_path: Path) -> None:
     assert {item["id"] for item in lines_of(tmp_path / "likely")} == {
         name for name, value in everything.items() if value >= math.log(0.01)
     }
+
+
+def test_a_branch_begins_with_its_own_document() -> None:
+    row: Any = {"id": "r", "domain": "d", "spans": [[2, 4], [7, 10]], "parts": [4]}
+    row["tokens"] = [1, 10, 11, 2, 1, 10, 20, 21, 22, 2]
+    refused: Any = {"error_depth": 1, "log_p": [-0.5]}
+    said: list[Any] = [
+        {**refused, "position": 1, "drafted": [33], "pick": 11},
+        {**refused, "position": 7, "drafted": [34], "pick": 22},
+    ]
+    found = branches_of(row, said, FeedbackConfig(branches=1))
+    assert [one["tokens"] for one in found] == [[1, 10, 33], [1, 10, 20, 21, 34]]
 
 
 def test_no_branch_is_written_twice(made: tuple[Path, Path], tmp_path: Path) -> None:

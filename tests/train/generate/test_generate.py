@@ -23,6 +23,7 @@ from inference.manifest import read_manifest, verify_file
 from inference.measure.prompts import prompt_seed
 from inference.target.chat import render_prompt
 from inference.target.loading import TargetConfig
+from inference.target.memory import HEADROOM, MemoryPlan
 from inference.target.model import TargetModel
 from inference.target.settings import loading_text
 from tests import forked
@@ -32,7 +33,7 @@ from train.data.config import DataConfig, ReserveConfig
 from train.data.masks import mask_report
 from train.data.pack import PackedData, read_documents
 from train.generate.config import GenerateConfig
-from train.generate.loop import sample_answers
+from train.generate.loop import OwnDecoder, sample_answers
 from train.generate.run import generate
 from train.generate.sampling import SamplingConfig, sampling_of
 from train.generate.turns import Refused
@@ -189,6 +190,46 @@ def test_a_request_the_decoder_refuses_fails_alone(loaded):
     assert sorted(refused) == [1, 4]
     assert "capacity 32" in refused[1]
     assert all(isinstance(o, Completion) for o in outcomes if o.request.index not in refused)
+
+
+@pytest.mark.parametrize(("share", "rows"), [(0.8, 2), (0.28, 1)])
+def test_requests_that_do_not_fit_into_memory_are_decoded_in_fewer_rows(
+    loaded, monkeypatch, caplog, share, rows
+):
+    """Only the longest ones, in as many rows as a share of the memory for three rows allows."""
+    decode = DecodeConfig(**{**DECODE, "batch_size": 3})
+    first, decoder = (OwnDecoder(Engine(loaded, None, decode)) for _ in range(2))
+    requests = [Request(i, tuple(range(2, 2 + n)), i, 12) for i, n in enumerate([100, *[10] * 9])]
+    needed = []
+    with monkeypatch.context() as roomy:
+        roomy.setattr(MemoryPlan, "require", lambda plan, *_: needed.append(plan.total))
+        expected = {done.request.index: done.tokens for done in first.sample(requests)}
+    free = int(share * needed[0] / HEADROOM)
+    monkeypatch.setattr("inference.decoding.engine.free_bytes", lambda device: free)
+    decoded, run = [], Engine.run
+
+    def watched(engine, asked):
+        decoded.append((len(asked), engine.decode.batch_size))
+        yield from run(engine, asked)
+
+    monkeypatch.setattr(Engine, "run", watched)
+    outcomes = {done.request.index: done for done in decoder.sample(requests)}
+    refused = [index for index, done in outcomes.items() if isinstance(done, Refused)]
+    for index in set(expected) - set(refused):
+        assert outcomes[index].tokens == expected[index]
+    assert set(outcomes) == set(expected)
+    if rows == 2:
+        assert not refused
+        assert decoded == [(10, 3), (3, 2), (7, 3)]
+    else:
+        assert refused == [0]
+        assert "not even one row fits" in outcomes[0].reason
+        assert decoded == [(10, 3), (3, 1), (1, 3), (9, 3)]
+    (told,) = (record.getMessage() for record in caplog.records if "fewer rows" in record.msg)
+    assert f"here in {rows}: a batch of 3 rows" in told
+    assert "sampling.batch_size" in told
+    list(decoder.sample(requests))
+    assert sum("fewer rows" in record.msg for record in caplog.records) == 1
 
 
 def test_an_unfinished_or_finished_folder_is_only_continued_with_its_own_settings(
@@ -372,6 +413,19 @@ def test_a_datasets_own_answers_are_kept_without_decoding(target, loaded, tmp_pa
     assert [row["tokens"][: row["spans"][0][0]] for row in rows] == [[5, 6], [5]], (
         "old answers are answered anew"
     )
+
+
+@pytest.mark.parametrize(("answers", "left_out"), [("sample", 1), ("dataset", 0)])
+def test_answers_of_the_data_are_compared_if_they_are_kept(target, tmp_path, answers, left_out):
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"prompt": "Add 1 and 2.", "response": said} for said in ("It is three.", "3, I think.")
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    decode = DecodeConfig(**{**DECODE, "max_new_tokens": 2})
+    config = GenerateConfig(answers=answers)
+    found = generate(config, DataConfig(str(path)), decode, target, tmp_path / "out")
+    assert sum(found["input"]["left_out"].values()) == left_out
 
 
 # Kills and several processes

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from inference.server.trial import ArmAnswer
-from train.learning.comparison import BETTER, OPEN, WORSE, TrialTest, needed_evidence, paired
+from train.learning.comparison import (
+    BETTER,
+    OPEN,
+    WORSE,
+    TrialTest,
+    conversations,
+    needed_evidence,
+    paired,
+)
 from train.learning.simulation import replay, trial_of
 
 DEPTH, MOST = 3, 12
@@ -192,6 +200,26 @@ def test_the_evidence_of_pairs_is_the_mean_of_what_gamblers_have_won() -> None:
     assert found.acceptance == pytest.approx((np.mean(before), np.mean(after)))
     back = paired(after, before, DEPTH, 0.01)
     assert (back.evidence, back.against) == (found.against, found.evidence)
+
+
+def test_the_turns_of_a_conversation_are_one_observation() -> None:
+    prompts = [[5, 6, 7], [5], [9, 9], [5, 6, 7, 8], [9], [7], [5, 8]]
+    assert conversations(prompts) == [0, 0, 2, 0, 2, 1, 0]
+    assert conversations([]) == []
+    rng = np.random.default_rng(2)
+    turns, false = 8, Counter[str]()
+    units = np.repeat(np.arange(8), turns).tolist()
+    for _ in range(300):  # each conversation likes or dislikes the candidate; on average none does
+        level = np.clip(rng.normal(1.5, 0.3, 8 * turns), 0.0, DEPTH)
+        liking = np.repeat(rng.normal(0.0, 0.4, 8), turns)
+        other = np.clip(level + liking + rng.normal(0.0, 0.3, 8 * turns), 0.0, DEPTH)
+        given = level.tolist(), other.tolist(), DEPTH, 0.01
+        false["turns"] += paired(*given).verdict == BETTER
+        false["conversations"] += paired(*given, units).verdict == BETTER
+    assert false["conversations"] <= 3 < false["turns"]
+    found = paired([0.0, 1.0, 2.0], [1.0, 1.0, 2.5], DEPTH, 0.01, [0, 0, 1])
+    by_hand = paired([0.5, 2.0], [1.0, 2.5], DEPTH, 0.01)
+    assert found == by_hand and found.pairs == 2
 
 
 def test_pairs_show_a_gain_and_a_loss_and_seldom_what_is_not_there() -> None:

@@ -57,6 +57,7 @@ def test_a_trial_is_seen_as_the_server_has_it_and_ends_with_the_candidate(
 ) -> None:
     drafter = place / "drafter"
     assert server.current() == str(drafter) and server.trial() is None
+    assert (server.draft()["shape"], server.draft()["depth"]) == ("chain", 3)
     assert server.samples() == (place / "sampled").resolve()
     server.start_trial(drafter, 0.5)
     found = None

@@ -31,13 +31,16 @@ from train.config import TrainingJob
 from train.distributed import World
 from train.engines.base import EngineConfig, Objective
 from train.engines.make import make_engine
+from train.joint.config import JointConfig
 from train.optim import OptimConfig
 from train.planning import dry_run
 from train.planning import plan as planning
+from train.planning.devices import TERA, find_peak
 from train.planning.dry_run import DryStep, dry_batch, dry_step, held_in_parts, plan_drafter
 from train.planning.footprint import Footprint
 from train.planning.plan import PlanConfig, Speed, bandwidth, make_plan, state_bytes, target_bytes
 from train.planning.target import plan_target
+from train.refresh import RefreshConfig
 from train.target.parts import StoredWeights, load_parts
 
 CONFIGS = Path(__file__).parents[3] / "assets" / "configs"
@@ -53,6 +56,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def described(folder: Path) -> TargetConfig:
     return TargetConfig(str(folder / "target"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 D", 0),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
+        ("NVIDIA GeForce RTX 3090 Ti", 0),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 0),
+        ("NVIDIA H100 PCIe MIG 1g.10gb", 0),
+    ],
+)
+def test_variants_of_a_gpu_have_peaks_of_their_own(
+    name: str, tflops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = find_peak(torch.device("cuda"), torch.bfloat16)
+    assert found.flops == tflops * TERA
+    assert ("is not in the table" in found.source) is (tflops == 0)
 
 
 def test_the_weights_of_real_targets_are_the_published_ones() -> None:
@@ -264,6 +293,55 @@ def test_states_on_disk_hold_the_running_mean(folder: Path) -> None:
     weights, kept = plain["drafter"]["trained_weights"], 1 + job_for(folder).config.keep
     assert plain["disk_bytes"]["states"] == 12 * weights * kept
     assert averaged["disk_bytes"]["states"] == 16 * weights * kept
+
+
+def test_frozen_weights_take_memory_and_disk(folder: Path) -> None:
+    def of(engine: EngineConfig, **changes: Any) -> dict[str, Any]:
+        head = get_kind("eagle3").config_class(ttt_steps=1, **changes.pop("head", {}))
+        config = PlanConfig(gpu="h100", count=2, tokens=64 * 80)
+        job = replace(job_for(folder, **changes), kind="eagle3", head=head, engine=engine)
+        return make_plan(job, config, Speed.of(config))
+
+    trained, still = (of(FLOAT32, head={"train_lm_head": way}) for way in (True, False))
+    target = plan_target(described(folder))
+    head = target.info.vocab_size * target.info.hidden_size
+    weights, kept = still["drafter"]["trained_weights"], 1 + job_for(folder).config.keep
+    assert trained["drafter"]["trained_weights"] == weights + head
+    assert trained["memory_bytes"]["drafter frozen weights"] == 0
+    assert still["memory_bytes"]["drafter frozen weights"] == 4 * head
+    assert still["disk_bytes"]["states"] == (12 * weights + 4 * head) * kept
+    averaged = of(FLOAT32, head={"train_lm_head": False}, average=0.99)
+    assert averaged["disk_bytes"]["states"] == (16 * weights + 8 * head) * kept
+    assert still["disk_bytes"]["best"] == trained["disk_bytes"]["best"]
+    divided = of(EngineConfig(zero_stage=3), head={"train_lm_head": False})
+    assert divided["memory_bytes"]["drafter frozen weights"] == 2 * head
+
+
+def test_a_store_of_top_logits_is_planned_as_it_is_read(folder: Path) -> None:
+    plan = planned(folder, 1, "store", features={"top_logits": 5})
+    tokens = plan["tokens"]
+    per_token = plan["reading"]["bytes_per_token"]
+    assert plan["disk_bytes"]["feature_store"]["bf16"] == pytest.approx(per_token * tokens, rel=0.5)
+    assert per_token == 6 * 5 + 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"joint": JointConfig(mode="lora")}, "joint=lora also trains updates of the target"),
+        ({"refresh": RefreshConfig("drafter", lora_rank=4)}, "train.refresh.lora_rank=4 trains"),
+    ],
+)
+def test_trainings_that_are_not_counted_are_refused(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = PlanConfig(gpu="h100", tokens=64 * 80)
+    job = job_for(folder)
+    start = changes.get("refresh", job.config.refresh)
+    changed = replace(job, config=replace(job.config, refresh=start))
+    changed = replace(changed, joint=changes.get("joint", job.joint))
+    with pytest.raises(UserError, match=message):
+        make_plan(changed, config, Speed.of(config))
 
 
 def test_losses_are_counted_in_the_chunks_of_the_planned_gpu(

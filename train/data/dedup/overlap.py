@@ -1,6 +1,6 @@
 """Finds which of a few hundred prompts are repeated in other rows, exactly or nearly.
 
-Letters and digits are compared, as shingles of 12 bytes. A row repeats a prompt exactly if they
+Letters and digits are compared, as shingles of 12 letters. A row repeats a prompt exactly if they
 share a key (the hash of a whole text). It repeats a prompt nearly if it contains most of the
 prompt's own shingles, or if most of the row is in the prompt. Shingles of many rows belong to a
 template (instructions around the actual question) and are not specific to one prompt: they are

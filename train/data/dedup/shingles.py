@@ -1,7 +1,7 @@
 """Texts as sets of hashed shingles: runs of letters and digits.
 
 All hashes of a text are computed together, with wrapping 64-bit arithmetic: with prefix sums S of
-byte_i * p^i, the run of w bytes from i has the hash (S[i+w] - S[i]) * p^-i (p is odd, so has an
+byte_i * p^i, the run of bytes i to j has the hash (S[j] - S[i]) * p^-i (p is odd, so has an
 inverse). They are the same on every machine.
 """
 
@@ -26,7 +26,10 @@ BANDS = 16
 """Number of bands of `SIGNATURE / BANDS` values; texts that agree in a band are compared. Above a
 similarity of 0.75, hardly any pair is missed."""
 WIDTH = 12
-"""Bytes of a shingle for similarity."""
+"""Letters of a shingle for similarity."""
+WIDE = 0xE3
+"""First byte in UTF-8 from which on characters say about as much as two letters: those of Chinese,
+Japanese and Korean, from U+3000 on."""
 LONGEST = 1 << 16
 """Bytes of a text that are compared for similarity."""
 
@@ -46,15 +49,25 @@ def normalise(text: str) -> Bytes:
     return content[_KEPT[content]]
 
 
+def runs_of(content: Bytes, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the runs of `width` letters begin and end [byte], one from each character that is
+    followed by enough of them. A wide character counts as two letters."""
+    begins = np.flatnonzero((content & 0xC0) != 0x80)
+    edges = np.append(begins, len(content))
+    letters = np.concatenate([[0], np.cumsum(1 + (content[begins] >= WIDE))])
+    count = int(np.searchsorted(letters, letters[-1] - width, side="right"))
+    return begins[:count], edges[np.searchsorted(letters, letters[:count] + width)]
+
+
 def shingles(content: Bytes, width: int) -> Hashes:
-    """Hashes [max(0, n - width + 1)] of all runs of `width` bytes."""
-    count = len(content) - width + 1
-    if count <= 0:
+    """Hashes of all runs of `width` letters (`runs_of`)."""
+    begins, ends = runs_of(content, width)
+    if not len(begins):
         return np.zeros(0, dtype=np.uint64)
     sums = np.zeros(len(content) + 1, dtype=np.uint64)
     values = content.astype(np.uint64) + np.uint64(1)
     np.cumsum(values * _powers_of(PRIME, len(content)), out=sums[1:])
-    return mix((sums[width:] - sums[:count]) * _powers_of(INVERSE, count))
+    return mix((sums[ends] - sums[begins]) * _powers_of(INVERSE, len(content))[begins])
 
 
 def whole(content: Bytes | bytes) -> int:

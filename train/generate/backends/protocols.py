@@ -89,6 +89,7 @@ class OpenAI:
     name = "openai"
     path = "/v1/completions"
     models = "/v1/models"
+    adds_special_tokens = False
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -132,6 +133,9 @@ class SGLang:
     name = "sglang"
     path = "/generate"
     models = "/get_model_info"
+    adds_special_tokens = True
+    """Whether the probe's text is tokenised with the tokenizer's special tokens: /generate has no
+    option for it."""
 
     def served(self, answer: Json) -> Served:
         """The model by the path that it was loaded from."""

@@ -348,7 +348,8 @@ class ServerPool:
                 raise
             raise UserError(f"it refuses the probe: {error}") from error
         theirs, ended = protocol.read_probe(answer)
-        mine = self.target.tokenizer.encode(PROBE, add_special_tokens=False)
+        tokenizer = self.target.tokenizer
+        mine = tokenizer.encode(PROBE, add_special_tokens=protocol.adds_special_tokens)
         protocols.same_tokenizer("it", mine, theirs)
         if keeper is not None:
             if ended.finish == ABORTED:

@@ -81,9 +81,15 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def missing(setting: str, package: str, extra: str, off: str) -> UserError:
-    """The refusal of a service whose library is not installed."""
+    """The refusal of a service whose library is not installed. extra: the extra that has it; empty:
+    Headstart itself requires it."""
+    whole = (
+        f"with its extra `{extra}`: pip install -e '.[{extra}]'"
+        if extra
+        else "anew: pip install -e ."
+    )
     return UserError(
         f"train.tracker.{setting} is on, but {package} is not installed. Install it with `pip "
-        f"install {package}` (or Headstart with its extra `{extra}`: pip install -e '.[{extra}]' "
-        f"in a clone), or set train.tracker.{setting}={off}."
+        f"install {package}` (or Headstart {whole} in a clone), or set "
+        f"train.tracker.{setting}={off}."
     )

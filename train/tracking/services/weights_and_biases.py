@@ -34,7 +34,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise missing("wandb", "wandb", "tracking", "disabled") from error
+            raise missing("wandb", "wandb", "", "disabled") from error
         self._wandb, self._names = wandb, names
         self.failures: tuple[type[Exception], ...] = (wandb.errors.Error, OSError)
         quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}

@@ -119,6 +119,26 @@ def test_what_an_export_notes_stands_beside_its_command() -> None:
     assert "unquantised" not in written()[1]
 
 
+def test_a_card_has_the_command_of_every_version_of_the_engine() -> None:
+    report = {"greedy": parse_report(report_of(DIGEST))}
+    notes = ExportNotes(serve="vllm serve x", serve_as_custom_class="PYTHONPATH=vllm vllm serve x")
+    text = card(report, DIGEST, CONFIG, PushConfig("someone/a"), engines={"vllm": notes})
+    old, new = text.split("\nvllm, up to version 0.32:\n\n```bash\n")[1].split(
+        "\nvllm, from version 0.33 on, with the same files:\n\n```bash\n"
+    )
+    assert old.splitlines()[1:] == ["vllm serve x", "```"]
+    assert new.splitlines()[:2] == ["PYTHONPATH=vllm vllm serve x", "```"]
+    plain = card(report, DIGEST, CONFIG, ABOUT, engines={"vllm": ExportNotes(serve="vllm serve x")})
+    assert "\nvllm:\n" in plain and "version 0.3" not in plain
+
+
+def test_the_reports_that_the_numbers_are_from_are_named() -> None:
+    one = parse_report(report_of(DIGEST))
+    assert "Every measured number above is from `report.json`, beside this card." in written()[1]
+    text = card({"greedy": one, "sampled": one}, DIGEST, CONFIG, ABOUT)
+    assert "above is from `report.json`, `report_2.json`, beside this card." in text
+
+
 def test_a_weak_domain_is_named_where_its_report_shows_one() -> None:
     assert "tau is lower on" not in written()[1], "its interval overlaps with that of all prompts"
     weak = {"tau": 2.2, "tau_ci95": [2.0, 2.5], "tar": 0.6, "speedup": 1.5}

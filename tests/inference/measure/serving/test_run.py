@@ -533,6 +533,18 @@ def test_requests_say_what_the_settings_say(tmp_path: Path) -> None:
     assert {"top_p", "top_k", "min_p"} & set(body) == set()
 
 
+@pytest.mark.parametrize("owner", ["vllm", "sglang", "llamacpp"])
+def test_what_is_off_is_off_whatever_the_model_recommends(owner: str, tmp_path: Path) -> None:
+    """vLLM and SGLang take what a request leaves out from the model's generation_config.json."""
+    with serving(card={"owned_by": owner}) as stub:
+        report = measure(tmp_path / "out", stub)
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    named = {name: stub.bodies[-1][name] for name in off if name in stub.bodies[-1]}
+    assert report.server is not None
+    told = "the server's own defaults apply" in report.server.speculative.caveat
+    assert (named, told) == (({}, True) if owner == "llamacpp" else (off, False))
+
+
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(UserError, match="give both"):
         BenchConfig(baseline_server="http://127.0.0.1:1")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from heads.api.errors import UserError
 from tests.train.tracking.services.a_run import track
-from train.tracking.tracker import ID_FILE
+from train.tracking.tracker import ID_FILE, Tracker, TrackerConfig
 
 
 @pytest.fixture
@@ -40,3 +42,13 @@ def test_a_run_is_told_apart_and_summarised(content: bytes) -> None:
     assert b"What is a list?" in content  # the table
     assert b"demo-eagle3" in content  # the artifact
     assert b"hf_abcdef" not in content
+
+
+def test_without_the_library_the_error_names_no_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headstart itself requires it."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"wandb is not installed.*wandb=disabled") as refused:
+        Tracker(TrackerConfig(wandb="offline"), tmp_path, length=0, settings={})
+    assert "extra" not in str(refused.value)
