@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.api.state import write_rows
 from heads.api.tree import TokenTree
-from tests.heads.micro import ForcedNoise, MicroTarget, PlainNoise, seen_states
+from tests.heads.micro import ForcedNoise, MicroTarget, PlainNoise, packed_batch, seen_states
 
 DOCUMENTS = [
     [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
@@ -23,6 +26,12 @@ DOCUMENTS = [
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
 ]
 PACKED = [DOCUMENTS[:2], DOCUMENTS[2:]]
+SHORTER = [DOCUMENTS[0][:12], DOCUMENTS[1], DOCUMENTS[2][:10]]
+PAIR = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
+LONG_PAIR = [PAIR[0], [*PAIR[1], 20, 21]]
+CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
+"""The paths of a tree whose second node has no child."""
+SMALL = [[0], [1], [0, 0], [1, 0]]
 
 Rows = list[tuple[list[Tensor], list[Tensor]]]
 """Keys and values of the rows that a query sees, per head."""
@@ -154,3 +163,57 @@ def check_pieces_equal_the_whole(target: MicroTarget, drafter: Any, tree: TokenT
     assert shown[0][1].keys() == shown[1][1].keys()
     for place, logits in shown[0][1].items():
         torch.testing.assert_close(logits, shown[1][1][place])
+
+
+def check_trees_and_pieces(target: MicroTarget, drafter: Any) -> None:
+    """`check_paths_of_a_tree` and `check_pieces_equal_the_whole`, for a drafter of the whole
+    vocabulary."""
+    check_paths_of_a_tree(target, drafter, CHOICES, torch.arange(41))
+    check_pieces_equal_the_whole(target, drafter, TokenTree.from_choices(SMALL))
+
+
+def check_chunks_change_nothing(
+    target: MicroTarget,
+    drafter: Any,
+    module: ModuleType,
+    limits: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss and its gradients are the same for both limits on the elements of a chunk in
+    `module`."""
+    batch = packed_batch(target, drafter.needs, PACKED)
+    results = []
+    for limit in limits:
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", limit)
+        drafter.zero_grad()
+        output = drafter.loss(batch)
+        output.loss_sum.backward()
+        results.append([output.loss_sum.detach(), *(p.grad.clone() for p in drafter.parameters())])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@torch.no_grad()
+def check_refilled_row(target: MicroTarget, drafter: Any, draft_between: bool = False) -> None:
+    """A row that another document takes over drafts as if the document had been read from the
+    start.
+
+    draft_between: whether it also drafts before anything more is committed.
+    """
+    tree = TokenTree.from_choices(SMALL)
+    state = drafter.start(
+        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32
+    )
+    drafter.propose(state, PlainNoise())
+    fresh = seen_states(target, drafter.needs, DOCUMENTS[2:], [(0, 4)])
+    write_rows(state, torch.tensor([1]), drafter.start(fresh, tree, 32))
+    if draft_between:
+        tokens = drafter.propose(state, PlainNoise()).tokens
+        expected = drafter.propose(drafter.start(fresh, tree, 32), PlainNoise()).tokens
+        assert tokens[1].tolist() == expected[0].tolist()
+    more = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(9, 11), (4, 7)])
+    tokens = drafter.propose(drafter.commit(state, more), PlainNoise()).tokens
+    whole = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(0, 11), (0, 7)])
+    assert (
+        tokens.tolist()
+        == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
+    )

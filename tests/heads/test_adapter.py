@@ -26,16 +26,11 @@ from heads.api.checkpoint import (
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from inference.manifest import checkpoint_hash
-from tests.heads.micro import MicroTarget, micro_target, packed_batch
+from tests.heads.explicit import PAIR
+from tests.heads.micro import MicroTarget, packed_batch
 from tests.heads.recipes import recipe
 
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 RANK, ALPHA = 3, 5.0
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, name: str = "distilled") -> TrainableDrafter:
@@ -83,7 +78,7 @@ def test_a_loaded_adapter_computes_with_the_base_and_the_product(
 ) -> None:
     folder, updates = save_pair(target, tmp_path, name)
     slow = load_drafter(tmp_path / "base", target.info, target.weights)
-    batch = packed_batch(target, slow.needs, [DOCUMENTS])
+    batch = packed_batch(target, slow.needs, [PAIR])
     before = slow.train_logits(batch, 2)
     with torch.no_grad():
         for layer, (down, up) in updates.layers.items():

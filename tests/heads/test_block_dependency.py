@@ -12,15 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from heads.nn.block.dependency import FADE, OUTSIDE, Dependency, build_dependency, project_rows
-from tests.heads.micro import MicroTarget, micro_target
+from tests.heads.micro import MicroTarget
 
 RULES = ("markov", "gated", "rnn", "gru", "selector", "parent")
 BLOCKS, DEPTHS, RANK, TOP = 3, 5, 6, 4
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, name: str) -> Dependency:

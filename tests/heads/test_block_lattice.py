@@ -12,14 +12,9 @@ from torch import Tensor, nn
 
 from heads.nn.block.dependency import Correlated, build_dependency
 from heads.nn.block.lattice import OUTSIDE, CorrelatorConfig, Lattice, candidate_logits
-from tests.heads.micro import MicroTarget, micro_target
+from tests.heads.micro import MicroTarget
 
 BLOCKS, SLOTS, COUNT, FACTORS = 3, 4, 5, 6
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, size: int) -> Correlated:

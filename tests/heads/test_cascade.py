@@ -29,12 +29,12 @@ from inference.decoding.engine import Engine
 from inference.decoding.rules.registry import get_rule
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
+from tests.heads.explicit import PAIR
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 from tests.inference.decoding.rules.toys import Toy, decode, p_value
 from tests.inference.decoding.test_lossless import requests
 from tests.models import random_target
 
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 EARLY = {"kind": "early_exit"}
 NGRAM = {"kind": "ngram"}
@@ -182,18 +182,16 @@ def walked(
 ) -> list[Proposal]:
     """Proposals of a ragged batch along two documents."""
     ends = [5, 3]
-    state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS, [(0, 5), (0, 3)]), shape, 40
-    )
+    state = drafter.start(seen_states(target, drafter.needs, PAIR, [(0, 5), (0, 3)]), shape, 40)
     found = []
     for step in range(steps):
         found.append(copy.deepcopy(drafter.propose(state, noise)))
         runs = [1 + step % 2, 1 + (step + 1) % 2]
         spans = [(end, end + run) for end, run in zip(ends, runs, strict=True)]
         ends = [end for _, end in spans]
-        if ends[1] >= len(DOCUMENTS[1]) - 1:
+        if ends[1] >= len(PAIR[1]) - 1:
             break
-        drafter.commit(state, seen_states(target, drafter.needs, DOCUMENTS, spans))
+        drafter.commit(state, seen_states(target, drafter.needs, PAIR, spans))
     return found
 
 
@@ -227,7 +225,7 @@ def test_proposing_leaves_the_lower_level_as_it_was(lower: dict[str, Any]) -> No
     target = micro_target()
     drafter = cascade(target, lower, EARLY, rounds=3)
     state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), TokenTree.chain(6), 32
+        seen_states(target, drafter.needs, PAIR, [(0, 7), (0, 5)]), TokenTree.chain(6), 32
     )
     before = [value.clone() for value in state_tensors(state.parts[0], shared=True)]
     first = drafter.propose(state, PlainNoise())
@@ -435,7 +433,7 @@ def test_training_a_cascade_says_what_to_train_instead() -> None:
     assert not get_kind("cascade").trainable
     assert not get_kind("cascade").needs_training(drafter.config)
     with pytest.raises(UserError, match="train its parts"):
-        drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS]))
+        drafter.loss(packed_batch(target, drafter.needs, [PAIR]))
 
 
 @pytest.mark.parametrize(
@@ -489,7 +487,7 @@ def test_caches_that_are_not_copied_still_draft_the_same_afterwards(tmp_path: Pa
     small = saved(target, "distilled", tmp_path, from_target_layers=(0, 1, 2))
     drafter = cascade(target, small, EARLY, rounds=3, proposed=2)
     state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), TokenTree.chain(6), 32
+        seen_states(target, drafter.needs, PAIR, [(0, 7), (0, 5)]), TokenTree.chain(6), 32
     )
     lower = drafter.drafters[0]
     fresh = lower.propose(copy.deepcopy(state.parts[0]), PlainNoise()).tokens

@@ -26,6 +26,7 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.parity import check_parity
 from inference.target.model import TargetModel
+from tests.heads.explicit import LONG_PAIR, PAIR
 from tests.heads.micro import PlainNoise, micro_target, packed_batch, seen_states
 from tests.heads.recipes import (
     MICRO,
@@ -56,7 +57,6 @@ NAMED_BY_THE_FIELD = (
     "medusa hydra_heads eagle eagle3 peagle mtp dflash jetspec dspark domino dflash2 lilicorr "
     "distilled pard early_exit quantized_self uno ngram suffix lookahead jacobi cascade"
 ).split()
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 
 
 def test_no_kind_and_no_recipe_is_left_out() -> None:
@@ -183,7 +183,7 @@ def test_what_drafts_were_drawn_from_is_what_the_rules_are_told(name: str, shape
     for just that position."""
     target = micro_target()
     drafter = build(name, target)
-    seen = seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)])
+    seen = seen_states(target, drafter.needs, PAIR, [(0, 7), (0, 5)])
     noise = Recorder()
     proposal = drafter.propose(drafter.start(seen, DRAFTS[shape], 32), noise)
     if proposal.logits is None:
@@ -211,10 +211,8 @@ def test_what_drafts_were_drawn_from_is_what_the_rules_are_told(name: str, shape
 def test_steps_do_not_wait_for_the_host(name: str, shape: str) -> None:
     target, draft = micro_target(), DRAFTS[shape]
     drafter = build(name, target)
-    state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), draft, 32
-    )
-    accepted = seen_states(target, drafter.needs, DOCUMENTS, [(7, 9), (5, 6)])
+    state = drafter.start(seen_states(target, drafter.needs, PAIR, [(0, 7), (0, 5)]), draft, 32)
+    accepted = seen_states(target, drafter.needs, PAIR, [(7, 9), (5, 6)])
     with NoHost():
         first = drafter.propose(state, PlainNoise())
         after = drafter.commit(state, accepted)
@@ -224,7 +222,7 @@ def test_steps_do_not_wait_for_the_host(name: str, shape: str) -> None:
         assert proposal.tokens.shape[0] == 2 and proposal.tokens.shape[1] <= draft.num_nodes
         assert proposal.tree.max_depth <= draft.max_depth
         assert proposal.confidence is None or proposal.confidence.shape == proposal.tokens.shape
-    assert second.tokens[:, 0].tolist() == [DOCUMENTS[0][9], DOCUMENTS[1][6]]
+    assert second.tokens[:, 0].tolist() == [PAIR[0][9], PAIR[1][6]]
 
 
 @pytest.mark.rotated
@@ -233,9 +231,9 @@ def test_steps_do_not_wait_for_the_host(name: str, shape: str) -> None:
 def test_refilled_row_drafts_like_a_fresh_one(name: str) -> None:
     target, tree = micro_target(), TokenTree.from_choices(TREE)
     drafter = build(name, target)
-    state = drafter.start(seen_states(target, drafter.needs, DOCUMENTS, [(0, 9), (0, 6)]), tree, 32)
+    state = drafter.start(seen_states(target, drafter.needs, PAIR, [(0, 9), (0, 6)]), tree, 32)
     untouched = drafter.propose(state, PlainNoise()).tokens[1].tolist()
-    fresh = seen_states(target, drafter.needs, [DOCUMENTS[1]], [(0, 3)])
+    fresh = seen_states(target, drafter.needs, [PAIR[1]], [(0, 3)])
     write_rows(state, torch.tensor([0]), drafter.start(fresh, tree, 32))
     tokens = drafter.propose(state, PlainNoise()).tokens
     assert tokens[1].tolist() == untouched
@@ -290,7 +288,7 @@ def test_weights_are_unset_until_initialised_and_the_same_for_a_seed(name: str) 
 def test_loss_reaches_every_weight_and_nothing_of_the_target(name: str) -> None:
     target = micro_target()
     drafter = build(name, target)
-    drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum.backward()
+    drafter.loss(packed_batch(target, drafter.needs, [PAIR])).loss_sum.backward()
     unreached = {
         weight
         for weight, parameter in drafter.named_parameters()
@@ -310,7 +308,7 @@ def test_packed_documents_do_not_see_each_other(name: str, order: int) -> None:
     drafter = build(name, target)
     found = []
     for change in (0, 1):
-        documents = [list(document) for document in DOCUMENTS]
+        documents = [list(document) for document in PAIR]
         other = documents[1 - order]
         documents[1 - order] = [(token + change) % 40 for token in other]
         batch = packed_batch(target, drafter.needs, [documents])
@@ -329,7 +327,7 @@ def test_a_loss_draws_from_its_rows_seeds_alone(name: str) -> None:
     in any way."""
     target = micro_target()
     drafter = build(name, target)
-    batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[1]]])
+    batch = packed_batch(target, drafter.needs, [[PAIR[0]], [PAIR[1]]])
     batch.seeds = torch.tensor([11, 12])
     sums = []
     for _ in range(2):
@@ -338,7 +336,7 @@ def test_a_loss_draws_from_its_rows_seeds_alone(name: str) -> None:
     assert torch.equal(*sums)
     parts = []
     for row, seed in ((0, 11), (1, 12)):
-        alone = packed_batch(target, drafter.needs, [[DOCUMENTS[0]], [DOCUMENTS[1]]])
+        alone = packed_batch(target, drafter.needs, [[PAIR[0]], [PAIR[1]]])
         alone.loss_mask[1 - row] = False
         alone.seeds = torch.tensor([seed, 99] if row == 0 else [99, seed])
         parts.append(drafter.loss(alone).loss_sum.detach())
@@ -367,7 +365,7 @@ def test_matrices_of_optimisers_map_states_and_are_no_tables_of_tokens(name: str
 def test_nothing_supervised_is_a_loss_of_zero(name: str) -> None:
     target = micro_target()
     drafter = build(name, target)
-    output = drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS], prompt=99))
+    output = drafter.loss(packed_batch(target, drafter.needs, [PAIR], prompt=99))
     output.loss_sum.backward()
     assert float(output.loss_sum) == 0
     assert all(int(count) == 0 for _, count in output.metrics.values())
@@ -381,13 +379,13 @@ def test_lower_precision_stays_close(name: str, dtype: torch.dtype) -> None:
     drafters = [build(name, target) for target in (exact, rounded)]
     drafters[1].load_state_dict(drafters[0].state_dict())
     losses = [
-        drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum.item()
+        drafter.loss(packed_batch(target, drafter.needs, [PAIR])).loss_sum.item()
         for drafter, target in zip(drafters, (exact, rounded), strict=True)
     ]
     assert losses[1] == pytest.approx(
         losses[0], rel={torch.float32: 1e-3, torch.bfloat16: 0.1}[dtype]
     )
-    seen = seen_states(rounded, drafters[1].needs, DOCUMENTS, [(0, 7), (0, 5)])
+    seen = seen_states(rounded, drafters[1].needs, PAIR, [(0, 7), (0, 5)])
     with torch.no_grad():
         state = drafters[1].start(seen, TokenTree.chain(3), 32)
         assert drafters[1].propose(state, PlainNoise()).tokens.shape == (2, 4)
@@ -400,7 +398,7 @@ def test_a_micro_batch_can_be_learnt_by_heart(name: str) -> None:
     two documents (chance: one in forty)."""
     target = micro_target(torch.float32)
     drafter = build(name, target, whole_vocabulary=True).train()
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [PAIR])
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=0.01)
     best = 0.0
     for step in range(400):
@@ -420,8 +418,7 @@ def test_a_micro_batch_can_be_learnt_by_heart(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_training_computes_what_decoding_computes(name: str) -> None:
     target = micro_target()
-    documents = [DOCUMENTS[0], [*DOCUMENTS[1], 20, 21]]
-    report = check_parity(target, build(name, target), documents, depth=4)
+    report = check_parity(target, build(name, target), LONG_PAIR, depth=4)
     assert report.compared > 0 and len(report.worst) == 4
 
 
@@ -478,5 +475,5 @@ def built_and_started(kind: str, values: dict[str, Any]) -> None:
     drafter = new_drafter(
         kind, config, target.info, target.weights, 0, torch.arange(target.info.vocab_size)
     )
-    seen = seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)])
+    seen = seen_states(target, drafter.needs, PAIR, [(0, 7), (0, 5)])
     drafter.start(seen, TokenTree.chain(4), 32)

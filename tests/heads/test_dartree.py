@@ -31,9 +31,10 @@ from heads.nn.drafting.state import Rooted
 from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.tune.tree_search import search_tree
-from tests.heads.micro import ForcedNoise, MicroTarget, PlainNoise, micro_target, seen_states
+from tests.heads.explicit import DOCUMENTS
+from tests.heads.micro import ForcedNoise, MicroTarget, PlainNoise, seen_states
 from tests.heads.recipes import RECIPES, build
-from tests.heads.test_dflash import DEPENDENT, DOCUMENTS, make
+from tests.heads.test_dflash import DEPENDENT, make
 from tests.heads.test_growth import Path, check_tree, paths_of
 
 VOCAB, ROWS, DEPTH = 11, 2, 4
@@ -250,11 +251,6 @@ def test_equal_scores_still_make_a_tree() -> None:
 
 
 # Block drafters
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 class Chains:

@@ -21,20 +21,9 @@ from heads.nn import losses
 from heads.nn.anchors import Anchors
 from heads.nn.block.config import Config
 from inference.parity import check_parity
-from tests.heads.micro import (
-    ForcedNoise,
-    MicroTarget,
-    PlainNoise,
-    micro_target,
-    packed_batch,
-    seen_states,
-)
+from tests.heads.explicit import CHOICES, DOCUMENTS, check_paths_of_a_tree
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-]
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"in_block": "causal", "taps": (1, 4)},
@@ -66,11 +55,6 @@ DEPENDENT: dict[str, dict[str, Any]] = {
         "correlator": {"size": 12, "heads": 2},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, **options: Any) -> Drafter:
@@ -247,24 +231,11 @@ def test_a_shorter_draft_is_the_beginning_of_a_longer_one(
 
 
 @pytest.mark.parametrize("name", ["plain", *DEPENDENT])
-@torch.no_grad()
 def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget, name: str) -> None:
     """Children depend on their own parent (or on their depth alone): drafting a path as a forced
     chain gives the same siblings."""
     drafter = make(target, **(VARIANTS | DEPENDENT)[name])
-    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-    seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
-    tree = TokenTree.from_choices(choices)
-    tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
-    order = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
-    for row, end in enumerate((8, 5)):
-        known = {path: int(tokens[row, 1 + i]) for i, path in enumerate(order)}
-        for path in order:
-            above = [known[path[: i + 1]] for i in range(len(path) - 1)]
-            noise = ForcedNoise([DOCUMENTS[0][:9] + above, DOCUMENTS[1][:6] + above])
-            drafter.propose(drafter.start(seen, TokenTree.chain(len(path)), 32), noise)
-            logits = noise.logits[(row, end + len(path))]
-            assert known[path] == int(logits.topk(path[-1] + 1).indices[-1])
+    check_paths_of_a_tree(target, drafter, CHOICES, torch.arange(41))
 
 
 @torch.no_grad()

@@ -14,36 +14,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
-from heads.api.state import write_rows
-from heads.api.tree import TokenTree
 from heads.distilled import Config, Drafter
 from heads.nn import losses
 from inference.parity import check_parity
-from tests.heads.micro import (
-    ForcedNoise,
-    MicroTarget,
-    PlainNoise,
-    micro_target,
-    packed_batch,
-    seen_states,
+from tests.heads.explicit import (
+    CHOICES,
+    DOCUMENTS,
+    check_chunks_change_nothing,
+    check_paths_of_a_tree,
+    check_refilled_row,
 )
+from tests.heads.micro import MicroTarget, packed_batch
 
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-]
 VARIANTS = [
     {},
     {"num_layers": 1, "hidden_size": 24, "num_key_value_heads": 3, "tie_embeddings": True},
     {"share_embeddings": True, "num_layers": 3},
     {"from_target_layers": (0, 2, 4)},
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, **options: object) -> Drafter:
@@ -167,51 +155,16 @@ def test_chunked_loss_has_the_same_value_and_gradients(
     target: MicroTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(target, reverse_kl=0.5, lk_annealed=0.5)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
-    results = []
-    for limit in (1 << 25, 41 * 4):
-        monkeypatch.setattr(losses, "CHUNK_ELEMENTS", limit)
-        drafter.zero_grad()
-        output = drafter.loss(batch)
-        output.loss_sum.backward()
-        results.append([output.loss_sum.detach(), *(p.grad.clone() for p in drafter.parameters())])
-    torch.testing.assert_close(results[0], results[1])
+    check_chunks_change_nothing(target, drafter, losses, (1 << 25, 41 * 4), monkeypatch)
 
 
-@torch.no_grad()
 def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget) -> None:
     drafter = make(target)
-    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-    tree = TokenTree.from_choices(choices)
-    seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 8), (0, 5)])
-    tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
-    order = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
-    for row, end in enumerate((8, 5)):
-        known = {path: int(tokens[row, 1 + i]) for i, path in enumerate(order)}
-        for path in order:
-            above = [known[path[: i + 1]] for i in range(len(path) - 1)]
-            noise = ForcedNoise([DOCUMENTS[0][:9] + above, DOCUMENTS[1][:6] + above])
-            drafter.propose(drafter.start(seen, TokenTree.chain(len(path)), 32), noise)
-            logits = noise.logits[(row, end + len(path))]
-            assert known[path] == int(logits.topk(path[-1] + 1).indices[-1])
+    check_paths_of_a_tree(target, drafter, CHOICES, torch.arange(41))
 
 
-@torch.no_grad()
 def test_refilled_row_equals_a_fresh_one(target: MicroTarget) -> None:
-    drafter, tree = make(target), TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
-    state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32
-    )
-    drafter.propose(state, PlainNoise())
-    fresh = seen_states(target, drafter.needs, DOCUMENTS[2:], [(0, 4)])
-    write_rows(state, torch.tensor([1]), drafter.start(fresh, tree, 32))
-    more = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(9, 11), (4, 7)])
-    tokens = drafter.propose(drafter.commit(state, more), PlainNoise()).tokens
-    whole = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(0, 11), (0, 7)])
-    assert (
-        tokens.tolist()
-        == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
-    )
+    check_refilled_row(target, make(target))
 
 
 def test_other_architectures_are_not_copied(target: MicroTarget) -> None:

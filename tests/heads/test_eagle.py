@@ -13,7 +13,6 @@ from torch import Tensor
 
 from heads.api.checkpoint import new_drafter
 from heads.api.errors import UserError
-from heads.api.tree import TokenTree
 from heads.eagle import Config, Drafter
 from heads.nn import losses
 from heads.nn.feature.base import add_noise
@@ -23,19 +22,13 @@ from tests.heads.explicit import (
     PACKED,
     attend,
     behind_attention,
-    check_paths_of_a_tree,
-    check_pieces_equal_the_whole,
+    check_trees_and_pieces,
     project,
     shake_norms,
 )
-from tests.heads.micro import MicroTarget, micro_target, packed_batch
+from tests.heads.micro import MicroTarget, packed_batch
 
 HASS = {"align_steps": 3, "top_k_weight": 0.7, "top_k": 4, "step_decay": 0.9}
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, **options: object) -> Drafter:
@@ -153,12 +146,7 @@ def test_decoding_computes_what_training_did(target: MicroTarget, options: dict)
 
 
 def test_trees_and_pieces(target: MicroTarget) -> None:
-    drafter = make(target)
-    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-    check_paths_of_a_tree(target, drafter, choices, torch.arange(41))
-    check_pieces_equal_the_whole(
-        target, drafter, TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
-    )
+    check_trees_and_pieces(target, make(target))
 
 
 def test_weights_are_those_that_engines_load(target: MicroTarget) -> None:

@@ -16,7 +16,6 @@ from heads.api.checkpoint import load_drafter, new_drafter, save_drafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.registry import get_kind
-from heads.api.state import write_rows
 from heads.api.tree import TokenTree
 from heads.eagle3 import Config, Drafter
 from heads.nn import attention
@@ -24,17 +23,20 @@ from heads.nn.blocks import Attention
 from heads.nn.feature.parallel import AnchoredRows
 from inference.parity import check_parity
 from tests.heads.explicit import (
+    CHOICES,
     DOCUMENTS,
     Rows,
     attend,
     behind_attention,
+    check_chunks_change_nothing,
     check_paths_of_a_tree,
+    check_refilled_row,
     column_of,
     judged,
     project,
     rms,
 )
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 from tests.models import random_target
 
 VARIANTS = [
@@ -45,11 +47,6 @@ VARIANTS = [
     {"draft_vocab_size": 26, "hard_label_weight": 0.5, "tv": 3.0, "lk": 0.7},
     {"draft_vocab_size": 26, "feature_weight": 2.0},
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, **options: object) -> Drafter:
@@ -122,15 +119,7 @@ def test_attention_in_recomputed_chunks_changes_nothing(
     target: MicroTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(target, train_lm_head=True)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
-    results = []
-    for limit in (1 << 26, 400):
-        monkeypatch.setattr(attention, "CHUNK_ELEMENTS", limit)
-        drafter.zero_grad()
-        output = drafter.loss(batch)
-        output.loss_sum.backward()
-        results.append([output.loss_sum.detach(), *(p.grad.clone() for p in drafter.parameters())])
-    torch.testing.assert_close(results[0], results[1])
+    check_chunks_change_nothing(target, drafter, attention, (1 << 26, 400), monkeypatch)
 
 
 @pytest.mark.parametrize("options", VARIANTS)
@@ -311,32 +300,14 @@ def test_packed_neighbours_do_not_leak(target: MicroTarget) -> None:
 @pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 26}])
 def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget, options: dict) -> None:
     drafter = make(target, **options)
-    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
     ids = (
         drafter.d2t + torch.arange(26) if drafter.reduced else torch.arange(target.info.vocab_size)
     )
-    check_paths_of_a_tree(target, drafter, choices, ids)
+    check_paths_of_a_tree(target, drafter, CHOICES, ids)
 
 
-@torch.no_grad()
 def test_refilled_row_equals_a_fresh_one(target: MicroTarget) -> None:
-    drafter, tree = make(target), TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
-    state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 9), (0, 6)]), tree, 32
-    )
-    drafter.propose(state, PlainNoise())
-    fresh = seen_states(target, drafter.needs, DOCUMENTS[2:], [(0, 4)])
-    write_rows(state, torch.tensor([1]), drafter.start(fresh, tree, 32))
-    tokens = drafter.propose(state, PlainNoise()).tokens
-    expected = drafter.propose(drafter.start(fresh, tree, 32), PlainNoise()).tokens
-    assert tokens[1].tolist() == expected[0].tolist()
-    more = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(9, 11), (4, 7)])
-    tokens = drafter.propose(drafter.commit(state, more), PlainNoise()).tokens
-    whole = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[2]], [(0, 11), (0, 7)])
-    assert (
-        tokens.tolist()
-        == drafter.propose(drafter.start(whole, tree, 32), PlainNoise()).tokens.tolist()
-    )
+    check_refilled_row(target, make(target), draft_between=True)
 
 
 @torch.no_grad()

@@ -13,10 +13,9 @@ from heads.api.errors import UserError
 from heads.early_exit import Config, Drafter, kept_layers
 from heads.nn.target.drafting import SelfDrafter
 from inference.parity import check_parity
+from tests.heads.explicit import LONG_PAIR
 from tests.heads.micro import MicroTarget, micro_target, packed_batch
 from tests.models import random_target
-
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15, 20, 21]]
 
 
 def drafter_of(target: MicroTarget, **settings: Any) -> Drafter:
@@ -61,7 +60,7 @@ def test_taps_are_the_inputs_of_what_attends_and_the_exit() -> None:
 )
 def test_training_computes_what_decoding_computes(settings: dict[str, Any]) -> None:
     target = micro_target()
-    report = check_parity(target, drafter_of(target, **settings), DOCUMENTS, depth=4)
+    report = check_parity(target, drafter_of(target, **settings), LONG_PAIR, depth=4)
     assert report.compared >= 24 and max(report.worst) < 1e-12
 
 
@@ -71,7 +70,7 @@ def test_the_tap_at_the_exit_is_what_the_layers_give() -> None:
     chain."""
     target = micro_target()
     drafter = drafter_of(target, exit_layer=3)
-    batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
+    batch = packed_batch(target, drafter.needs, [[LONG_PAIR[0]]])
     short, long = drafter.train_logits(batch, 3), SelfDrafter.train_logits(drafter, batch, 3)
     for depth, (one, other) in enumerate(zip(short, long, strict=True), 1):
         torch.testing.assert_close(one[:, :-depth], other[:, :-depth])
@@ -80,7 +79,7 @@ def test_the_tap_at_the_exit_is_what_the_layers_give() -> None:
 @torch.no_grad()
 def test_left_out_parts_change_the_draft_and_nothing_left_out_does_not() -> None:
     target = micro_target()
-    batch = packed_batch(target, drafter_of(target, exit_layer=4).needs, [[DOCUMENTS[0]]])
+    batch = packed_batch(target, drafter_of(target, exit_layer=4).needs, [[LONG_PAIR[0]]])
     drafters = [
         drafter_of(target, **settings)
         for settings in (
@@ -92,7 +91,7 @@ def test_left_out_parts_change_the_draft_and_nothing_left_out_does_not() -> None
     ]
     found = []
     for drafter in drafters:
-        batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
+        batch = packed_batch(target, drafter.needs, [[LONG_PAIR[0]]])
         found.append(drafter.train_logits(batch, 2)[1])
     torch.testing.assert_close(found[0], found[1])
     assert not torch.allclose(found[0], found[2]) and not torch.allclose(found[0], found[3])
@@ -105,7 +104,7 @@ def test_without_an_adapter_the_loss_flows_into_the_taps(settings: dict[str, Any
     target's distribution."""
     target = micro_target()
     drafter = drafter_of(target, **settings)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [LONG_PAIR])
     assert batch.taps is not None and batch.last_hidden is not None
     batch.taps.requires_grad_(True)
     batch.last_hidden.requires_grad_(True)
@@ -125,7 +124,7 @@ def test_without_an_adapter_the_loss_flows_into_the_taps(settings: dict[str, Any
 def test_hard_labels_are_the_answers_tokens() -> None:
     target = micro_target()
     drafter = drafter_of(target, exit_layer=2, hard_label_weight=1.0)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [LONG_PAIR])
     assert batch.taps is not None
     logits = target.weights.logits(drafter._normalise(batch.taps[:, :, -1]))
     wanted = batch.supervised(1)
@@ -150,7 +149,7 @@ def test_a_fresh_adapter_drafts_nearly_like_the_plain_exit() -> None:
         drafter_of(target, exit_layer=3),
         drafter_of(target, exit_layer=3, adapter="attention"),
     )
-    batch = packed_batch(target, adapted.needs, [DOCUMENTS])
+    batch = packed_batch(target, adapted.needs, [LONG_PAIR])
     with torch.no_grad():
         one, other = plain.loss(batch).loss_sum, adapted.loss(batch).loss_sum
     assert float((one - other).abs() / one) < 0.1
@@ -174,7 +173,7 @@ def test_an_adapter_copied_from_the_next_layer_continues_the_target() -> None:
     distribution."""
     target = micro_target()
     drafter = drafter_of(target, exit_layer=4, adapter="layer", adapter_from_target_layer=4)
-    batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0]]])
+    batch = packed_batch(target, drafter.needs, [[LONG_PAIR[0]]])
     assert batch.last_hidden is not None
     with torch.no_grad():
         found = drafter.train_logits(batch, 1)[0]

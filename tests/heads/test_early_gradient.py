@@ -12,9 +12,9 @@ from torch import Tensor
 from heads.nn import losses
 from heads.nn.early_gradient import with_gradient
 from heads.nn.feature import base
+from tests.heads.explicit import PAIR
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import build
-from tests.heads.test_precision import DOCUMENTS
 from train.planning.footprint import FlopCount
 
 STATES, LABELS = torch.randn(2, 5, 8, dtype=torch.float64), torch.arange(10).view(2, 5)
@@ -68,7 +68,7 @@ def work(name: str, changes: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     """The gradients of a recipe's loss by weight, and the FLOPs of all its passes."""
     target = micro_target(torch.float64)
     drafter = build(name, target, shaken=0.1, changes=changes)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [PAIR])
     with FlopCount() as count:
         drafter.loss(batch).loss_sum.backward()
     grads = {n: p.grad for n, p in drafter.named_parameters() if p.grad is not None}

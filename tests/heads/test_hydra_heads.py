@@ -12,24 +12,15 @@ from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.hydra_heads import Config, Drafter
 from inference.parity import check_parity
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.heads.explicit import SHORTER
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
-]
 OPTIONS = [
     {},
     {"num_layers": 3, "embedding_norm": False},
     {"own_lm_head": True, "hard_label_weight": 0.0},
     {"hard_label_weight": 0.3},
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def trained(target: MicroTarget, **options: object) -> Drafter:
@@ -63,14 +54,14 @@ def slow_logits(drafter: Drafter, target: MicroTarget, hidden: Tensor, tokens: l
 @pytest.mark.parametrize("options", OPTIONS)
 def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, options: dict) -> None:
     drafter = trained(target, num_heads=3, **options)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    batch = packed_batch(target, drafter.needs, [SHORTER[:2], SHORTER[2:]])
     output = drafter.loss(batch)
     expected, count, hard = (
         torch.zeros((), dtype=torch.float64),
         0,
         drafter.config.hard_label_weight,
     )
-    for row, documents in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
+    for row, documents in enumerate([SHORTER[:2], SHORTER[2:]]):
         first = 0
         for document in documents:
             for t in range(len(document)):
@@ -96,7 +87,7 @@ def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, optio
     "options", [*OPTIONS, {"prefix_layer": True}, {"prefix_layer": True, "num_heads": 6}]
 )
 def test_decoding_computes_what_training_did(target: MicroTarget, options: dict) -> None:
-    report = check_parity(target, trained(target, **options), DOCUMENTS, depth=4)
+    report = check_parity(target, trained(target, **options), SHORTER, depth=4)
     assert report.compared > 20
 
 
@@ -105,7 +96,7 @@ def test_decoding_computes_what_training_did(target: MicroTarget, options: dict)
 )
 def test_training_starts_at_the_target_own_prediction(target: MicroTarget, options: dict) -> None:
     drafter = new_drafter("hydra_heads", Config(**options), target.info, target.weights, seed=0)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:1]])
+    batch = packed_batch(target, drafter.needs, [SHORTER[:1]])
     for logits in drafter.train_logits(batch, 4):
         torch.testing.assert_close(logits, target.weights.logits(batch.last_hidden))
 
@@ -115,11 +106,11 @@ def test_every_node_follows_its_own_path(target: MicroTarget) -> None:
     in Medusa."""
     drafter = trained(target, num_heads=2)
     tree = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0]])
-    seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 6), (0, 4)])
+    seen = seen_states(target, drafter.needs, SHORTER[:2], [(0, 6), (0, 4)])
     tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
     children = []
     for row, t in enumerate((5, 3)):
-        hidden, root = seen.last_hidden[row, t], DOCUMENTS[row][t + 1]
+        hidden, root = seen.last_hidden[row, t], SHORTER[row][t + 1]
         first = slow_logits(drafter, target, hidden, [root]).topk(3).indices.tolist()
         below = [
             slow_logits(drafter, target, hidden, [root, token]).topk(2).indices.tolist()
@@ -132,29 +123,29 @@ def test_every_node_follows_its_own_path(target: MicroTarget) -> None:
 
 def test_the_prefix_layer_reads_the_whole_text_and_no_refused_token(target: MicroTarget) -> None:
     drafter = trained(target, prefix_layer=True)
-    changed = [[8, *DOCUMENTS[0][1:]]]
+    changed = [[8, *SHORTER[0][1:]]]
     tree = TokenTree.chain(3)
     states = [
         seen_states(target, drafter.needs, documents, [(0, 6)])
-        for documents in (DOCUMENTS[:1], changed)
+        for documents in (SHORTER[:1], changed)
     ]
     states[1].last_hidden[0, 1:] = states[0].last_hidden[0, 1:]  # only the first state differs
     hidden = [drafter.start(seen, tree, 32).output for seen in states]
     assert (hidden[0] - hidden[1]).abs().max() > 1e-6
     # A run of two with two entries of padding, then another: as if all had been read at once.
-    whole = drafter.start(seen_states(target, drafter.needs, DOCUMENTS[:1], [(0, 10)]), tree, 32)
+    whole = drafter.start(seen_states(target, drafter.needs, SHORTER[:1], [(0, 10)]), tree, 32)
     state = drafter.start(states[0], tree, 32)
-    pair = seen_states(target, drafter.needs, [DOCUMENTS[0], DOCUMENTS[0]], [(6, 8), (4, 8)])
+    pair = seen_states(target, drafter.needs, [SHORTER[0], SHORTER[0]], [(6, 8), (4, 8)])
     for field in ("tokens", "next_tokens", "positions", "valid", "last_hidden"):
         setattr(pair, field, getattr(pair, field)[:1])
     state = drafter.commit(state, pair)
-    state = drafter.commit(state, seen_states(target, drafter.needs, DOCUMENTS[:1], [(8, 10)]))
+    state = drafter.commit(state, seen_states(target, drafter.needs, SHORTER[:1], [(8, 10)]))
     torch.testing.assert_close(state.output, whole.output)
 
 
 def test_noise_is_drawn_in_training_alone(target: MicroTarget) -> None:
     quiet, noisy = trained(target), trained(target, noise=0.5)
-    batch = packed_batch(target, quiet.needs, [DOCUMENTS[:1]])
+    batch = packed_batch(target, quiet.needs, [SHORTER[:1]])
     assert noisy.loss(batch).loss_sum != quiet.loss(batch).loss_sum
     for one, other in zip(noisy.train_logits(batch, 2), quiet.train_logits(batch, 2), strict=True):
         assert torch.equal(one, other)
@@ -162,6 +153,6 @@ def test_noise_is_drawn_in_training_alone(target: MicroTarget) -> None:
 
 def test_a_tree_deeper_than_the_heads_is_refused(target: MicroTarget) -> None:
     drafter = trained(target, num_heads=2)
-    seen = seen_states(target, drafter.needs, DOCUMENTS[:1], [(0, 4)])
+    seen = seen_states(target, drafter.needs, SHORTER[:1], [(0, 4)])
     with pytest.raises(UserError, match="2 heads cannot draft 3 tokens"):
         drafter.start(seen, TokenTree.chain(3), 32)

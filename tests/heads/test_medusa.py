@@ -11,18 +11,8 @@ from heads.api.errors import UserError
 from heads.api.tree import TokenTree
 from heads.medusa import Config, Drafter
 from inference.parity import check_parity
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
-
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
-]
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
+from tests.heads.explicit import SHORTER
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 
 
 def trained(target: MicroTarget, **options: object) -> Drafter:
@@ -75,11 +65,11 @@ EACH = {"own_lm_head": True}
 )
 def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, options: dict) -> None:
     drafter = trained(target, num_heads=3, **options)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:2], DOCUMENTS[2:]])
+    batch = packed_batch(target, drafter.needs, [SHORTER[:2], SHORTER[2:]])
     output = drafter.loss(batch)
     expected, count = torch.zeros((), dtype=torch.float64), 0
     right = {1: 0, 2: 0, 3: 0}
-    for row, documents in enumerate([DOCUMENTS[:2], DOCUMENTS[2:]]):
+    for row, documents in enumerate([SHORTER[:2], SHORTER[2:]]):
         first = 0
         for document in documents:
             for t in range(len(document)):
@@ -105,7 +95,7 @@ def test_loss_equals_the_sum_over_heads_and_positions(target: MicroTarget, optio
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2}, EACH, REDUCED, {**REDUCED, **EACH}])
 def test_decoding_computes_what_training_did(target: MicroTarget, options: dict) -> None:
-    report = check_parity(target, trained(target, **options), DOCUMENTS, depth=4)
+    report = check_parity(target, trained(target, **options), SHORTER, depth=4)
     assert report.compared > (10 if options.get("draft_vocab_size") else 20)
 
 
@@ -114,7 +104,7 @@ def test_training_starts_at_the_target_own_prediction(target: MicroTarget, optio
     counts = torch.arange(target.info.vocab_size)
     config = Config(**options)
     drafter = new_drafter("medusa", config, target.info, target.weights, 0, token_counts=counts)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS[:1]])
+    batch = packed_batch(target, drafter.needs, [SHORTER[:1]])
     expected = target.weights.logits(batch.last_hidden)[..., draftable(drafter)]
     for logits in drafter.train_logits(batch, 4):
         torch.testing.assert_close(logits, expected)
@@ -125,7 +115,7 @@ def test_tree_takes_the_best_of_each_head(target: MicroTarget, options: dict) ->
     drafter = trained(target, **options)
     ids = torch.tensor(draftable(drafter))
     tree = TokenTree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
-    seen = seen_states(target, drafter.needs, DOCUMENTS[:2], [(0, 6), (0, 4)])
+    seen = seen_states(target, drafter.needs, SHORTER[:2], [(0, 6), (0, 4)])
     tokens = drafter.propose(drafter.start(seen, tree, 32), PlainNoise()).tokens
     for row, t in enumerate((5, 3)):
         hidden = seen.last_hidden[row, t]
@@ -133,7 +123,7 @@ def test_tree_takes_the_best_of_each_head(target: MicroTarget, options: dict) ->
             ids[slow_logits(drafter, target, hidden, head).topk(3).indices].tolist()
             for head in range(3)
         ]
-        root = DOCUMENTS[row][t + 1]
+        root = SHORTER[row][t + 1]
         assert tokens[row].tolist() == [
             root,
             *best[0],
@@ -146,7 +136,7 @@ def test_tree_takes_the_best_of_each_head(target: MicroTarget, options: dict) ->
 
 def test_a_tree_deeper_than_the_heads_is_refused(target: MicroTarget) -> None:
     drafter = trained(target, num_heads=2)
-    seen = seen_states(target, drafter.needs, DOCUMENTS[:1], [(0, 4)])
+    seen = seen_states(target, drafter.needs, SHORTER[:1], [(0, 4)])
     with pytest.raises(UserError, match="2 heads cannot draft 3 tokens"):
         drafter.start(seen, TokenTree.chain(3), 32)
 

@@ -13,6 +13,7 @@ from heads.api.tree import DynamicShape, TokenTree
 from heads.mtp import Config, Drafter, MtpBlock
 from inference.parity import check_parity
 from tests.heads.explicit import (
+    CHOICES,
     DOCUMENTS,
     PACKED,
     Rows,
@@ -24,15 +25,9 @@ from tests.heads.explicit import (
     rms,
     shake_norms,
 )
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 
 FORMS = [{"shared": False}, {"shared": True, "beta": 0.6}]
-CHOICES = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, **options: object) -> Drafter:

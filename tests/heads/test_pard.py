@@ -19,18 +19,8 @@ from heads.distilled import Config as DistilledConfig
 from heads.nn import losses
 from heads.nn.feature.masks import Masks
 from heads.pard import Config, Drafter
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
-
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-]
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
+from tests.heads.explicit import DOCUMENTS
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 
 
 def make(target: MicroTarget, counts: Tensor | None = None, **options: object) -> Drafter:

@@ -15,11 +15,11 @@ from heads.api.checkpoint import new_drafter
 from heads.api.registry import get_kind
 from heads.nn import losses
 from heads.nn.checkpointing import compiling, network_part, recomputing
+from tests.heads.explicit import PAIR
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import TRAINED, build
 from tests.train.peak import PeakBytes
 
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 LONG = [[(7 * i + row) % 41 for i in range(192)] for row in range(2)]
 
 
@@ -40,7 +40,7 @@ def gradients(
 def test_loss_and_gradients_are_the_same_to_the_last_bit(name: str) -> None:
     target = micro_target()
     drafter = build(name, target)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [PAIR])
     plain, kept = gradients(drafter, batch, False)
     again, found = gradients(drafter, batch, True)
     assert torch.equal(plain, again)
@@ -55,7 +55,7 @@ def test_blocks_in_several_chunks_are_the_same_to_the_last_bit(
     """Chunks are computed again in the backward pass, and their layers once more within them."""
     target = micro_target()
     drafter = build(name, target)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [PAIR])
     calls = []
     plain_forward = type(drafter)._sums
     monkeypatch.setattr(
@@ -78,7 +78,7 @@ def test_compiled_parts_give_the_same_loss_and_gradients(
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 600)  # a block drafter's in several chunks
     target = micro_target(torch.float32)
     drafter = build(kind, target).float()
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [PAIR])
     plain, kept = gradients(drafter, batch, False)
     torch._dynamo.reset()  # programs that another test has made
     torch._dynamo.utils.counters.clear()

@@ -20,22 +20,17 @@ from tests.heads.explicit import (
     Rows,
     attend,
     behind_attention,
-    check_paths_of_a_tree,
-    check_pieces_equal_the_whole,
+    check_chunks_change_nothing,
+    check_trees_and_pieces,
     column_of,
     judged,
     project,
     rms,
     shake_norms,
 )
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 
 VARIANTS = [{}, {"num_layers": 3, "tap_norm": False}, {"num_layers": 1, "draft_vocab_size": 26}]
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, **options: object) -> Drafter:
@@ -160,15 +155,7 @@ def test_attention_in_recomputed_chunks_changes_nothing(
     target: MicroTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = make(target, train_lm_head=True)
-    batch = packed_batch(target, drafter.needs, PACKED)
-    results = []
-    for limit in (1 << 26, 400):
-        monkeypatch.setattr(attention, "CHUNK_ELEMENTS", limit)
-        drafter.zero_grad()
-        output = drafter.loss(batch)
-        output.loss_sum.backward()
-        results.append([output.loss_sum.detach(), *(p.grad.clone() for p in drafter.parameters())])
-    torch.testing.assert_close(results[0], results[1])
+    check_chunks_change_nothing(target, drafter, attention, (1 << 26, 400), monkeypatch)
 
 
 @pytest.mark.parametrize("options", VARIANTS)
@@ -179,12 +166,7 @@ def test_decoding_computes_what_training_did(target: MicroTarget, options: dict)
 
 
 def test_trees_and_pieces(target: MicroTarget) -> None:
-    drafter = make(target)
-    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-    check_paths_of_a_tree(target, drafter, choices, torch.arange(41))
-    check_pieces_equal_the_whole(
-        target, drafter, TokenTree.from_choices([[0], [1], [0, 0], [1, 0]])
-    )
+    check_trees_and_pieces(target, make(target))
 
 
 @torch.no_grad()

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from heads.api.batch import LossOutput, TrainBatch
+from tests.heads.explicit import PAIR
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import WITH_WEIGHTS, build
 
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 PRODUCTS = {
     "linear",
     "matmul",
@@ -82,7 +82,7 @@ def batch_and_drafter(name: str, changes: dict[str, Any]) -> tuple[Any, TrainBat
     """A float32 drafter and a batch of bfloat16 features, as `engine.precision=bfloat16` has."""
     target = micro_target(torch.float32)
     drafter = build(name, target, shaken=0.1, changes=changes)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [PAIR])
     word = batch.target_logits
 
     def target_logits(hidden: Tensor) -> Tensor:

@@ -16,11 +16,10 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.parity import check_parity
 from inference.target.model import TargetModel
+from tests.heads.explicit import LONG_PAIR
 from tests.heads.micro import MicroTarget, micro_target, packed_batch, seen_states
 from tests.heads.test_target_layers import requests, shaken_target
 from tests.models import random_target
-
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15, 20, 21]]
 
 
 def drafter_of(target: TargetModel | MicroTarget, **settings: Any) -> Drafter:
@@ -124,7 +123,7 @@ def test_training_computes_what_decoding_computes(
     """There is no training; the parity check still holds both ways of running the layers against
     each other."""
     target = micro_target(dtype)
-    report = check_parity(target, drafter_of(target, **settings), DOCUMENTS, depth=4)
+    report = check_parity(target, drafter_of(target, **settings), LONG_PAIR, depth=4)
     assert report.compared >= 24
 
 
@@ -132,7 +131,7 @@ def test_training_computes_what_decoding_computes(
 def test_what_is_committed_has_the_targets_own_keys() -> None:
     target = micro_target()
     exact, rounded = (drafter_of(target, bits=bits) for bits in (8, 4))
-    seen = seen_states(target, exact.needs, DOCUMENTS, [(0, 7), (0, 7)])
+    seen = seen_states(target, exact.needs, LONG_PAIR, [(0, 7), (0, 7)])
     states = [drafter.start(seen, TokenTree.chain(3), 32) for drafter in (exact, rounded)]
     for one, other in zip(
         states[0].keys + states[0].values, states[1].keys + states[1].values, strict=True
@@ -166,7 +165,7 @@ def test_there_is_nothing_to_train() -> None:
     drafter = drafter_of(target)
     assert Drafter.works_untrained(drafter.config) and not list(drafter.parameters())
     with pytest.raises(UserError, match="nothing to train"):
-        drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS]))
+        drafter.loss(packed_batch(target, drafter.needs, [LONG_PAIR]))
 
 
 def test_groups_that_do_not_fit_are_refused() -> None:

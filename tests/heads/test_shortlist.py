@@ -16,24 +16,14 @@ from heads.api.registry import get_kind
 from heads.api.tree import TokenTree
 from heads.nn.feature.shortlist import EDGE, OUTSIDE, Shortlist, logits_of
 from inference.parity import check_parity
-from tests.heads.explicit import check_paths_of_a_tree
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.heads.explicit import CHOICES, DOCUMENTS, check_paths_of_a_tree
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 from train.refresh import load_start
 
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-]
 KINDS: dict[str, dict[str, Any]] = {
     "eagle3": {"ttt_steps": 3},
     "peagle": {"depths": 3, "num_layers": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, kind: str = "eagle3", **options: Any) -> Any:
@@ -170,8 +160,7 @@ def test_decoding_computes_what_training_did(target: MicroTarget, kind: str, red
 @torch.no_grad()
 def test_each_path_of_a_tree_equals_its_chain(target: MicroTarget) -> None:
     drafter = make(target, shortlist=9, shortlist_rank=4)
-    choices = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 1], [0, 1, 0], [2, 0, 0], [2, 0, 1]]
-    check_paths_of_a_tree(target, drafter, choices, torch.arange(41))
+    check_paths_of_a_tree(target, drafter, CHOICES, torch.arange(41))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,14 +29,10 @@ from heads.api.target_info import Rotary
 from heads.api.tree import TokenTree
 from heads.distilled import Config, Drafter
 from heads.nn.small_lm.config import scaled_frequencies
-from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
+from tests.heads.explicit import DOCUMENTS
+from tests.heads.micro import MicroTarget, PlainNoise, packed_batch, seen_states
 from tests.models import random_target
 
-DOCUMENTS = [
-    [5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19, 21],
-    [7, 7, 1, 40, 3, 12, 13, 14, 15],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-]
 SIZES: dict[str, Any] = {
     "vocab_size": 41,
     "hidden_size": 24,
@@ -56,11 +52,6 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> MicroTarget:
-    return micro_target()
 
 
 def make(target: MicroTarget, **options: object) -> Drafter:

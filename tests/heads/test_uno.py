@@ -26,10 +26,9 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.parity import check_parity
 from inference.target.model import TargetModel
+from tests.heads.explicit import LONG_PAIR
 from tests.heads.micro import MicroTarget, PlainNoise, micro_target, packed_batch, seen_states
 from tests.heads.test_target_layers import requests, shaken_target
-
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15, 20, 21]]
 
 
 def drafter_of(target: TargetModel | MicroTarget, seed: int = 1, **settings: Any) -> Drafter:
@@ -94,10 +93,10 @@ def test_slots_are_rows_of_the_target_with_the_update(slots: str, modules: tuple
     """Two documents packed into one row, every place, four deep."""
     target = micro_target()
     drafter = drafter_of(target, slots=slots, modules=modules)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [LONG_PAIR])
     found = drafter.train_logits(batch, 4)
     first = 0
-    for document in DOCUMENTS:
+    for document in LONG_PAIR:
         for last in range(len(document) - 1):
             text = document[: last + 2]
             noise = serving_noise(drafter, last + 1, 3)
@@ -113,13 +112,13 @@ def test_a_draft_is_one_pass_behind_the_root() -> None:
     pass."""
     target = micro_target()
     drafter = drafter_of(target, block_size=2)
-    seen = seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 4)])
+    seen = seen_states(target, drafter.needs, LONG_PAIR, [(0, 7), (0, 4)])
     state = drafter.start(seen, TokenTree.chain(6), 32)
     drafter.propose(state, PlainNoise())
-    drafter.commit(state, seen_states(target, drafter.needs, DOCUMENTS, [(7, 8), (4, 7)]))
+    drafter.commit(state, seen_states(target, drafter.needs, LONG_PAIR, [(7, 8), (4, 7)]))
     tokens = drafter.propose(state, PlainNoise()).tokens
     for row, root in ((0, 8), (1, 7)):
-        text = DOCUMENTS[row][: root + 1]
+        text = LONG_PAIR[row][: root + 1]
         logits = slow(target, drafter, text, serving_noise(drafter, root, 5))
         assert tokens[row].tolist() == [text[-1], *logits.argmax(-1).tolist()]
 
@@ -128,7 +127,7 @@ def test_a_draft_is_one_pass_behind_the_root() -> None:
 def test_the_roots_row_does_not_depend_on_the_update() -> None:
     """To the last bit; the rows behind it do."""
     target, outputs = micro_target(), []
-    seen = seen_states(target, drafter_of(target).needs, DOCUMENTS, [(0, 7), (0, 4)])
+    seen = seen_states(target, drafter_of(target).needs, LONG_PAIR, [(0, 7), (0, 4)])
     for seed in (1, 2):
         drafter = drafter_of(target, seed)
 
@@ -147,7 +146,7 @@ def test_the_target_is_the_same_to_the_last_bit_while_a_drafter_lives() -> None:
     """Before it is bound, after drafting and after a training step: logits, weights, and where the
     weights lie."""
     target = micro_target(torch.float32)
-    tokens = torch.tensor([DOCUMENTS[0]])
+    tokens = torch.tensor([LONG_PAIR[0]])
 
     def look() -> tuple[Tensor, dict[str, Tensor], list[int]]:
         with torch.no_grad():
@@ -157,11 +156,11 @@ def test_the_target_is_the_same_to_the_last_bit_while_a_drafter_lives() -> None:
 
     before = look()
     drafter = drafter_of(target).train()
-    seen = seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 4)])
+    seen = seen_states(target, drafter.needs, LONG_PAIR, [(0, 7), (0, 4)])
     with torch.no_grad():
         drafter.propose(drafter.start(seen, TokenTree.chain(4), 32), PlainNoise())
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.01)
-    drafter.loss(packed_batch(target, drafter.needs, [DOCUMENTS])).loss_sum.backward()
+    drafter.loss(packed_batch(target, drafter.needs, [LONG_PAIR])).loss_sum.backward()
     optimizer.step()
     after = look()
     assert torch.equal(before[0], after[0]) and before[2] == after[2]
@@ -196,7 +195,7 @@ def test_training_computes_what_decoding_computes_in_every_family(family: str) -
 def test_the_loss_is_that_of_every_slot_by_itself(size: int) -> None:
     target = micro_target()
     drafter = drafter_of(target, block_size=size, tv=0.7, kl=0.2, ce=0.1)
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [LONG_PAIR])
     batch.seeds = torch.tensor([3])
     generators = batch.generators()
     eligible = batch.supervised(1) & batch.supervised(3)
@@ -204,8 +203,8 @@ def test_the_loss_is_that_of_every_slot_by_itself(size: int) -> None:
     noise = drafter._draw(generators, anchors.last.shape[1], size - 1)
     total, counts = torch.zeros((), dtype=torch.float64), [0] * (size - 1)
     for last, tokens in zip(anchors.last[0].tolist(), noise[0].tolist(), strict=True):
-        number = 0 if last < len(DOCUMENTS[0]) else 1
-        document, place = DOCUMENTS[number], last - number * len(DOCUMENTS[0])
+        number = 0 if last < len(LONG_PAIR[0]) else 1
+        document, place = LONG_PAIR[number], last - number * len(LONG_PAIR[0])
         rows = slow(target, drafter, document[: place + 2], tokens)
         teacher = target.model(torch.tensor([document])).logits[0]
         for slot in range(1, size):
@@ -226,7 +225,7 @@ def test_the_loss_is_that_of_every_slot_by_itself(size: int) -> None:
 
 def test_few_blocks_estimate_the_loss_of_all() -> None:
     target = micro_target()
-    batch = packed_batch(target, drafter_of(target).needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter_of(target).needs, [LONG_PAIR])
     means = []
     for most, draws in ((64, 40), (4, 160)):
         drafter, sums = drafter_of(target, num_anchors=most), []
@@ -244,7 +243,7 @@ def test_chunks_and_micro_batches_change_nothing(
 ) -> None:
     target = micro_target()
     drafter = drafter_of(target, **settings)
-    batch = packed_batch(target, drafter.needs, [[document] for document in DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [[document] for document in LONG_PAIR])
     batch.seeds = torch.tensor([3, 4])
     whole, logits = drafter.loss(batch), drafter.train_logits(batch, 3)
     whole.loss_sum.backward()
@@ -258,7 +257,7 @@ def test_chunks_and_micro_batches_change_nothing(
         torch.testing.assert_close(parameter.grad, gradient)
     torch.testing.assert_close(drafter.train_logits(batch, 3), logits)
     alone = []
-    for document, seed in zip(DOCUMENTS, (3, 4), strict=True):
+    for document, seed in zip(LONG_PAIR, (3, 4), strict=True):
         row = packed_batch(target, drafter.needs, [[document]])
         row.seeds = torch.tensor([seed])
         alone.append(drafter.loss(row).loss_sum)
@@ -271,7 +270,7 @@ def test_training_goes_through_the_block_sizes() -> None:
     assert Config(block_size=5, curriculum=()).size_at(0.0) == 5
     target = micro_target()
     drafter = drafter_of(target, curriculum=(2, 4))
-    batch = packed_batch(target, drafter.needs, [DOCUMENTS])
+    batch = packed_batch(target, drafter.needs, [LONG_PAIR])
     deepest = []
     for progress in (0.0, 0.5, 0.9):
         batch.progress = progress
@@ -310,16 +309,16 @@ def test_checkpoints_hold_the_updates_alone(tmp_path: Path) -> None:
     save_drafter(masked, tmp_path / "mask", target.info)
     assert set(load_file(tmp_path / "mask" / "model.safetensors")) == {*names, "mask_embedding"}
     loaded = load_drafter(tmp_path / "mask", target.info, target.weights)
-    batch = packed_batch(target, masked.needs, [DOCUMENTS])
+    batch = packed_batch(target, masked.needs, [LONG_PAIR])
     torch.testing.assert_close(loaded.train_logits(batch, 3), masked.train_logits(batch, 3))
 
 
 def test_a_fresh_drafter_updates_nothing() -> None:
     target = micro_target()
     fresh = new_drafter("uno", Config(rank=3), target.info, target.weights, 0)
-    batch = packed_batch(target, fresh.needs, [DOCUMENTS[:1]])
+    batch = packed_batch(target, fresh.needs, [LONG_PAIR[:1]])
     found = fresh.train_logits(batch, 2)[1]
-    tokens = torch.tensor([[*DOCUMENTS[0][:5], *serving_noise(fresh, 4, 1)]])
+    tokens = torch.tensor([[*LONG_PAIR[0][:5], *serving_noise(fresh, 4, 1)]])
     torch.testing.assert_close(found[0, 3], target.model(tokens).logits[0, -1])
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from heads.api.batch import TrainBatch
 from heads.nn.anchors import draw, inclusion
+from tests.heads.explicit import PAIR
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import TRAINED, build
 
-DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 ALL_PREDICTIONS = [
     "distilled",
     "eagle",
@@ -35,7 +35,7 @@ def prepared(name: str) -> tuple[Any, TrainBatch]:
     target = micro_target()
     everywhere = {"num_anchors": 1000} if name in BLOCKS else {}
     drafter = build(name, target, changes=everywhere)
-    return drafter, packed_batch(target, drafter.needs, [DOCUMENTS, DOCUMENTS[::-1]])
+    return drafter, packed_batch(target, drafter.needs, [PAIR, PAIR[::-1]])
 
 
 def loss(drafter: Any, batch: TrainBatch, **changed: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch
 from heads.api.batch import LossOutput, TrainBatch
 from tests.train.micro_run import prepare
 from train.engines.torch_engine import TorchEngine
+from train.loop import Trainer
+from train.stopping import Stopped
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +46,23 @@ def divisors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(TorchEngine, "forward_backward", noted)
     return seen
+
+
+@contextmanager
+def stop_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainings within stop behind the step of index 4; one of them must."""
+    plain = Trainer.step
+
+    def step(self: Trainer, index: int, *rest: Any) -> bool:
+        return plain(self, index, *rest) or index == 4
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        with pytest.raises(Stopped):
+            yield
+
+
+@pytest.fixture
+def stopping(monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[None]:
+    """A context that expects its training to stop: see `stop_in_the_middle`."""
+    return stop_in_the_middle(monkeypatch)

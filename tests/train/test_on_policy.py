@@ -3,6 +3,7 @@ it, and who is refused."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,8 @@ from tests.train.micro_run import settings
 from train.data.loader import PackedBatch
 from train.engines.base import EngineConfig
 from train.features.base import OnlineFeatures
-from train.loop import Trainer
 from train.on_policy import OnPolicyConfig, OnPolicyFeatures, plan_cuts, require_possible
 from train.run import train
-from train.stopping import Stopped
 from train.tracking.tracker import LOG_FILE, read_log
 
 DOCUMENTS = [
@@ -323,18 +322,11 @@ def test_a_steps_loss_is_divided_by_what_is_supervised_after_the_rewriting(
 
 
 def test_half_and_half_is_the_whole(
-    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    micro: Path, tmp_path: Path, stopping: AbstractContextManager[None]
 ) -> None:
     run(micro, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        plain = Trainer.step
-
-        def stopping(self: Trainer, index: int, *rest: Any) -> bool:
-            return plain(self, index, *rest) or index == 4
-
-        patch.setattr(Trainer, "step", stopping)
-        with pytest.raises(Stopped):
-            run(micro, tmp_path / "halves")
+    with stopping:
+        run(micro, tmp_path / "halves")
     torch.rand(7)
     run(micro, tmp_path / "halves")
     run(micro, tmp_path / "other", share=0.0)

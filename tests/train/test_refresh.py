@@ -4,6 +4,7 @@ updates, merged on saving."""
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,8 @@ from tests.heads.micro import MicroTarget, micro_target, packed_batch
 from tests.heads.recipes import build
 from tests.train import micro_run
 from tests.train.micro_run import prepare, settings
-from train.loop import Trainer
 from train.refresh import RefreshConfig, load_start, merge_updates, prepare_start, require_reached
 from train.run import train
-from train.stopping import Stopped
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 HEAD = {"from_target_layers": (0, 1)}
@@ -164,19 +163,12 @@ def test_the_result_is_an_ordinary_checkpoint(before: Path, after: Path, tmp_pat
 
 
 def test_a_refresh_continues_bit_for_bit(
-    before: Path, after: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: Path, after: Path, tmp_path: Path, stopping: AbstractContextManager[None]
 ) -> None:
     options = {"max_steps": 8, "eval_every": 4}
     refreshed(before, after, tmp_path / "whole", 2, **options)
-    with monkeypatch.context() as patch:
-        plain = Trainer.step
-
-        def stopping(self: Trainer, index: int, *rest: Any) -> bool:
-            return plain(self, index, *rest) or index == 4
-
-        patch.setattr(Trainer, "step", stopping)
-        with pytest.raises(Stopped):
-            refreshed(before, after, tmp_path / "halves", 2, **options)
+    with stopping:
+        refreshed(before, after, tmp_path / "halves", 2, **options)
     with pytest.raises(UserError, match="state of another training"):
         refreshed(before, after, tmp_path / "halves", 3, **options)
     refreshed(before, after, tmp_path / "halves", 2, **options)

@@ -13,11 +13,11 @@ from torch import Tensor
 from heads.kernels.dispatch import VARIABLE
 from heads.kernels.reference.row_losses import NAMES, ROW_LOSSES, row_losses
 from heads.nn.early_gradient import with_gradient
+from tests.heads.explicit import PAIR
 from tests.heads.kernels.devices import DEVICES, ON_CPU
 from tests.heads.kernels.test_row_losses import Widest
 from tests.heads.micro import micro_target, packed_batch
 from tests.heads.recipes import build
-from tests.heads.test_precision import DOCUMENTS
 
 VOCAB = 301
 WEIGHTS = {"soft_cross_entropy": 1.0, "cross_entropy": 0.3, "total_variation": 0.5}
@@ -89,7 +89,7 @@ def learnt(name: str, changes: dict[str, Any]) -> dict[str, Tensor]:
     """The loss of a recipe, its metrics, and its gradients by weight."""
     target = micro_target(torch.float32)
     drafter = build(name, target, shaken=0.1, changes=changes)
-    batch = packed_batch(target, drafter.needs, [[DOCUMENTS[0][:9], DOCUMENTS[1][:5]]])
+    batch = packed_batch(target, drafter.needs, [[PAIR[0][:9], PAIR[1][:5]]])
     output = drafter.loss(batch)
     output.loss_sum.backward()
     found = {n: p.grad for n, p in drafter.named_parameters() if p.grad is not None}

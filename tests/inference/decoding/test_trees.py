@@ -20,9 +20,9 @@ from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.target.model import TargetModel
 from tests.fakes import RandomTrees
+from tests.heads.explicit import PAIR
 from tests.heads.micro import ForcedNoise, micro_target, seen_states
 from tests.heads.recipes import build
-from tests.heads.test_contract import DOCUMENTS
 from tests.inference.decoding.test_lossless import answers, decode, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.steps import NoHost
@@ -103,8 +103,8 @@ def test_a_nodes_logits_are_those_of_a_chain_along_its_path(kind: str, temperatu
     target, shape = micro_target(), DynamicShape(20, 4, 4)
     drafter = build(kind, target)
     noise = shared_noise(target.info.vocab_size, temperature)
-    ends, seen = (8, 6), seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)])
-    more = seen_states(target, drafter.needs, DOCUMENTS, [(7, 8), (5, 6)])
+    ends, seen = (8, 6), seen_states(target, drafter.needs, PAIR, [(0, 7), (0, 5)])
+    more = seen_states(target, drafter.needs, PAIR, [(7, 8), (5, 6)])
     state = drafter.start(seen, shape, 32)
     drafter.propose(state, noise)  # leaves rows of rejected nodes in the cache
     proposal = drafter.propose(drafter.commit(state, more), noise)
@@ -118,7 +118,7 @@ def test_a_nodes_logits_are_those_of_a_chain_along_its_path(kind: str, temperatu
         for node in sorted(set(parents[row])):
             documents = [
                 document[: last + 1] + list(paths[node])
-                for document, last in zip(DOCUMENTS, ends, strict=True)
+                for document, last in zip(PAIR, ends, strict=True)
             ]
             forced = ForcedNoise(documents)
             chain = drafter.start(seen, TokenTree.chain(len(paths[node]) + 1), 32)
@@ -135,16 +135,14 @@ def test_dynamic_steps_do_not_wait_for_the_host(kind: str) -> None:
     target = micro_target()
     drafter = build(kind, target)
     shape = DynamicShape(9, 3, 3)
-    state = drafter.start(
-        seen_states(target, drafter.needs, DOCUMENTS, [(0, 7), (0, 5)]), shape, 32
-    )
-    accepted = seen_states(target, drafter.needs, DOCUMENTS, [(7, 9), (5, 6)])
+    state = drafter.start(seen_states(target, drafter.needs, PAIR, [(0, 7), (0, 5)]), shape, 32)
+    accepted = seen_states(target, drafter.needs, PAIR, [(7, 9), (5, 6)])
     noise = shared_noise(target.info.vocab_size, 1.0)
     with NoHost():
         drafter.propose(state, noise)
         state = drafter.commit(state, accepted)
         second = drafter.propose(state, noise)
-    assert second.tokens[:, 0].tolist() == [DOCUMENTS[0][9], DOCUMENTS[1][6]]
+    assert second.tokens[:, 0].tolist() == [PAIR[0][9], PAIR[1][6]]
 
 
 def test_lookup_fills_a_chain_as_long_as_fits() -> None:

@@ -19,20 +19,18 @@ from inference.decoding.sampling.noise import SharedNoise
 from tests.inference.decoding.rules.test_rejection import SETTINGS, kept_one_by_one
 from tests.inference.decoding.rules.toys import (
     CLEAR,
-    HIGHEST,
-    JUST_BELOW,
     START,
     CoinIsDraft,
+    OnePass,
     ResidualIsDraft,
     Toy,
     UnkeyedByPass,
     all_chains,
-    coins_of,
-    consistent,
+    check_reused_noise,
+    check_texts,
     decode,
     exact_law,
     p_value,
-    weighing,
 )
 
 CHAIN = TokenTree.chain(3)
@@ -121,10 +119,7 @@ def test_measured_it_keeps_more_of_the_same_drafts() -> None:
 def test_texts_of_several_passes_follow_the_target(
     settings: SamplingSettings, drafted: int | None
 ) -> None:
-    toy = Toy.random(drafted=drafted)
-    found = decode(toy, BlockVerification(), CHAIN, settings)
-    assert p_value(found.text, toy.law(settings, 3)) > 1e-4
-    assert 0.05 < found.refused[0] < 0.95
+    check_texts(BlockVerification(), CHAIN, settings, drafted, apart=1.0)
 
 
 @pytest.mark.parametrize("noise", [UnkeyedByPass, CoinIsDraft, ResidualIsDraft])
@@ -132,15 +127,7 @@ def test_reused_noise_is_noticed(noise: type[SharedNoise]) -> None:
     """Also noise that comes back in the next pass: the rule stopped where it did because of drafts
     it then dropped.
     """
-    toy, settings = Toy.random(vocab=8, seed=1, apart=1.5), SamplingSettings(1.0)
-    law = toy.law(settings, 2)
-    assert p_value(decode(toy, BlockVerification(), CHAIN, settings, tokens=2).text, law) > 1e-4
-    assert (
-        p_value(
-            decode(toy, BlockVerification(), CHAIN, settings, tokens=2, noise_type=noise).text, law
-        )
-        < CLEAR
-    )
+    check_reused_noise(BlockVerification(), CHAIN, noise, apart=1.5)
 
 
 def test_noise_that_is_not_keyed_by_the_pass_is_refused() -> None:
@@ -160,36 +147,13 @@ def test_a_wrong_chance_is_noticed_when_sampling(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def one_pass(toy: Toy, settings: SamplingSettings, coin: float) -> tuple[Tensor, Tensor]:
-    """Which drafts [B, D] the target cannot say, and how many were kept [B]; also checks the
-    verdict."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(5, (2_000, 4), generator=generator)
-    proposal = Proposal(tokens, CHAIN, toy.drafter[tokens])
-    positions = (START + CHAIN.depth).expand(2_000, -1)
-    seeds = torch.arange(2_000)
-    noise = coins_of(coin)(
-        settings, seeds, 5, BlockVerification().drafts, True, torch.full((2_000,), START)
-    )
-    verdict = BlockVerification().judge(proposal, toy.target[tokens], positions, noise)
-    assert consistent(verdict, proposal)
-    return Chain.of(
-        proposal, toy.target[tokens], weighing(settings, toy)
-    ).p_drafted == 0, verdict.accepted
+DRAFTED = torch.randint(5, (2_000, 4), generator=torch.Generator().manual_seed(3))
+ONE_PASS = OnePass(BlockVerification(), CHAIN, drafted=DRAFTED)
 
 
 def test_what_the_target_cannot_say_is_never_kept() -> None:
-    toy, settings, place = Toy.random(), SamplingSettings(1.0, top_k=2), torch.arange(3)
-    for coin in (0.0, HIGHEST):
-        impossible, accepted = one_pass(toy, settings, coin)
-        assert impossible.any() and not (impossible & (place < accepted[:, None])).any()
-    impossible, accepted = one_pass(toy, settings, JUST_BELOW)  # the control: `<=` keeps them
-    assert (impossible & (place < accepted[:, None])).any()
+    ONE_PASS.check_the_impossible_is_never_kept()
 
 
 def test_a_perfect_draft_is_always_kept() -> None:
-    toy = Toy.random()
-    toy.drafter = toy.target
-    assert (one_pass(toy, SamplingSettings(0.7), HIGHEST)[1] == 3).all()
-    # the control: no coin may show 1
-    assert (one_pass(toy, SamplingSettings(0.7), 1.0)[1] == 0).all()
+    ONE_PASS.check_a_perfect_draft_is_always_kept([1, 2, 3])

@@ -15,18 +15,16 @@ from inference.decoding.sampling.distribution import SamplingSettings
 from inference.decoding.sampling.noise import SharedNoise
 from tests.inference.decoding.rules.toys import (
     CLEAR,
-    HIGHEST,
-    JUST_BELOW,
     CoinIsDraft,
+    OnePass,
     ResidualIsDraft,
     Toy,
     all_chains,
-    coins_of,
-    consistent,
+    check_reused_noise,
+    check_texts,
     decode,
     exact_law,
     p_value,
-    weighing,
 )
 
 CHAIN = TokenTree.chain(
@@ -70,10 +68,7 @@ def test_the_law_is_the_targets_by_enumeration(settings: SamplingSettings) -> No
 def test_texts_of_several_passes_follow_the_target(
     settings: SamplingSettings, drafted: int | None
 ) -> None:
-    toy = Toy.random(drafted=drafted)
-    found = decode(toy, Rejection(), CHAIN, settings)
-    assert p_value(found.text, toy.law(settings, 3)) > 1e-4
-    assert 0.05 < found.refused[0] < 0.95  # drafts were kept and refused
+    check_texts(Rejection(), CHAIN, settings, drafted, apart=1.0)
 
 
 def test_wrong_settings_are_noticed() -> None:
@@ -84,13 +79,7 @@ def test_wrong_settings_are_noticed() -> None:
 
 @pytest.mark.parametrize("noise", [CoinIsDraft, ResidualIsDraft])
 def test_reused_noise_is_noticed(noise: type[SharedNoise]) -> None:
-    toy, settings = Toy.random(vocab=8, seed=1, apart=1.5), SamplingSettings(1.0)
-    law = toy.law(settings, 2)
-    assert p_value(decode(toy, Rejection(), CHAIN, settings, tokens=2).text, law) > 1e-4
-    assert (
-        p_value(decode(toy, Rejection(), CHAIN, settings, tokens=2, noise_type=noise).text, law)
-        < CLEAR
-    )
+    check_reused_noise(Rejection(), CHAIN, noise, apart=1.5)
 
 
 def test_a_wrong_q_is_noticed() -> None:
@@ -137,43 +126,12 @@ def test_a_draft_is_kept_with_one_minus_the_total_variation() -> None:
     )
 
 
-def one_pass(
-    toy: Toy, settings: SamplingSettings, noise_type: type[SharedNoise]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which drafts [B, D] the target cannot say, and how many were kept [B]; also checks the
-    verdict."""
-    rows, found = 2_000, {}
-
-    def look(proposal: Proposal) -> None:
-        found["proposal"] = proposal
-
-    rule = Rejection()
-    judge = rule.judge
-    rule.judge = lambda *args: found.setdefault("verdict", judge(*args))  # type: ignore[method-assign]
-    decode(toy, rule, CHAIN, settings, rows=rows, tokens=1, noise_type=noise_type, tamper=look)
-    proposal, verdict = found["proposal"], found["verdict"]
-    assert consistent(verdict, proposal)
-    chain = Chain.of(proposal, toy.target[proposal.tokens], weighing(settings, toy))
-    return chain.p_drafted == 0, verdict.accepted
+ONE_PASS = OnePass(Rejection(), CHAIN, seeds=torch.arange(2_000) * 3 + (1 << 20))
 
 
 def test_what_the_target_cannot_say_is_never_kept() -> None:
-    toy, settings = Toy.random(), SamplingSettings(1.0, top_k=2)
-    for coin in (0.0, HIGHEST):
-        impossible, accepted = one_pass(toy, settings, coins_of(coin))
-        kept = torch.arange(2) < accepted[:, None]
-        assert impossible.any() and not (impossible & kept).any()
-    # the control: `<=` keeps them
-    impossible, accepted = one_pass(toy, settings, coins_of(JUST_BELOW))
-    assert (impossible & (torch.arange(2) < accepted[:, None])).any()
+    ONE_PASS.check_the_impossible_is_never_kept()
 
 
 def test_a_perfect_draft_is_always_kept() -> None:
-    toy = Toy.random()
-    toy.drafter = toy.target
-    for noise_type in (SharedNoise, coins_of(HIGHEST)):
-        _, accepted = one_pass(toy, SamplingSettings(0.7), noise_type)
-        assert (accepted == 2).all()
-    # the control: no coin may show 1
-    _, accepted = one_pass(toy, SamplingSettings(0.7), coins_of(1.0))
-    assert (accepted == 0).all()
+    ONE_PASS.check_a_perfect_draft_is_always_kept([1, 2])

@@ -23,14 +23,14 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 from tests.inference.decoding.rules.test_rejection import SETTINGS
 from tests.inference.decoding.rules.toys import (
     CLEAR,
-    HIGHEST,
-    JUST_BELOW,
     START,
     CoinIsDraft,
+    OnePass,
     ResidualIsDraft,
     Toy,
     UnkeyedByPass,
-    coins_of,
+    check_reused_noise,
+    check_texts,
     consistent,
     decode,
     p_value,
@@ -126,19 +126,12 @@ def test_more_children_keep_more_and_one_child_is_rejection_sampling() -> None:
 def test_texts_of_several_passes_follow_the_target(
     settings: SamplingSettings, drafted: int | None
 ) -> None:
-    toy = Toy.random(drafted=drafted, apart=1.5)
-    found = decode(toy, SpecInfer(TREE), TREE, settings)
-    assert p_value(found.text, toy.law(settings, 3)) > 1e-4
-    assert 0.05 < found.refused[0] < 0.95
+    check_texts(SpecInfer(TREE), TREE, settings, drafted, apart=1.5)
 
 
 @pytest.mark.parametrize("noise", [CoinIsDraft, ResidualIsDraft])
 def test_reused_noise_is_noticed(noise: type[SharedNoise]) -> None:
-    toy, settings = Toy.random(vocab=8, seed=1, apart=2.5), SamplingSettings(1.0)
-    law = toy.law(settings, 2)
-    assert p_value(decode(toy, SpecInfer(TREE), TREE, settings, tokens=2).text, law) > 1e-4
-    found = decode(toy, SpecInfer(TREE), TREE, settings, tokens=2, noise_type=noise)
-    assert p_value(found.text, law) < CLEAR
+    check_reused_noise(SpecInfer(TREE), TREE, noise, apart=2.5)
 
 
 def test_wrong_weights_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,45 +270,15 @@ def test_the_walk_equals_a_loop_on_random_trees() -> None:
     assert {1, 2, 3} <= lengths
 
 
-def one_pass(
-    toy: Toy, settings: SamplingSettings, noise_type: type[SharedNoise]
-) -> tuple[Proposal, Tensor, Tensor]:
-    """A proposal, whether the target can say each of its nodes behind its parent [B, N], and which
-    nodes were kept [B, N].
-    """
-    rows = 2_000
-    rule, roots = SpecInfer(TREE), torch.full((rows,), START)
-    noise = noise_type(settings, torch.arange(rows), 5, rule.drafts, True, roots)
-    proposal = toy.propose(make_plan(TREE), torch.zeros_like(roots), roots, noise)
-    logits = toy.target[proposal.tokens]
-    verdict = rule.judge(proposal, logits, (START + TREE.depth).expand(rows, -1), noise)
-    assert consistent(verdict, proposal)
-    p = shape_logits(logits, settings).softmax(-1)
-    possible = p[torch.arange(rows)[:, None], TREE.parents, proposal.tokens] > 0
-    kept = torch.zeros_like(possible).scatter_(1, verdict.path, True)
-    possible[:, 0], kept[:, 0] = True, False
-    return proposal, possible, kept
+ONE_PASS = OnePass(SpecInfer(TREE), TREE)
 
 
 def test_what_the_target_cannot_say_is_never_kept() -> None:
-    toy, settings = Toy.random(), SamplingSettings(1.0, top_k=2)
-    for coin in (0.0, HIGHEST):
-        _, possible, kept = one_pass(toy, settings, coins_of(coin))
-        assert not possible.all() and not (kept & ~possible).any()
-    # the control: `<=` keeps them
-    _, possible, kept = one_pass(toy, settings, coins_of(JUST_BELOW))
-    assert (kept & ~possible).any()
+    ONE_PASS.check_the_impossible_is_never_kept()
 
 
 def test_a_perfect_draft_is_always_kept() -> None:
-    toy = Toy.random()
-    toy.drafter = toy.target
-    for noise_type in (SharedNoise, coins_of(HIGHEST)):
-        _, _, kept = one_pass(toy, SamplingSettings(0.7), noise_type)
-        assert kept[:, [1, 4, 7]].all()  # the best child, its best child, and so on
-    # the control: no coin may show 1
-    _, _, kept = one_pass(toy, SamplingSettings(0.7), coins_of(1.0))
-    assert not kept[:, 1].any()
+    ONE_PASS.check_a_perfect_draft_is_always_kept([1, 4, 7])
 
 
 def test_a_repeated_sibling_changes_nothing() -> None:

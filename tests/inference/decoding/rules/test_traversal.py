@@ -13,7 +13,6 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.tree import DynamicShape, Ranking, TokenTree
 from heads.nn.drafting.growth import fill
-from heads.nn.drafting.plan import make_plan
 from heads.nn.drafting.state import Rooted
 from inference.decoding.rules.block import BlockVerification
 from inference.decoding.rules.match import Match
@@ -24,14 +23,14 @@ from inference.decoding.sampling.noise import SharedNoise, Stream
 from tests.inference.decoding.rules.test_rejection import SETTINGS
 from tests.inference.decoding.rules.toys import (
     CLEAR,
-    HIGHEST,
-    JUST_BELOW,
     START,
     CoinIsDraft,
+    OnePass,
     ResidualIsDraft,
     Toy,
     UnkeyedByPass,
-    coins_of,
+    check_reused_noise,
+    check_texts,
     consistent,
     decode,
     p_value,
@@ -188,19 +187,12 @@ def test_the_walk_equals_a_loop_on_random_trees() -> None:
 def test_texts_of_several_passes_follow_the_target(
     settings: SamplingSettings, drafted: int | None
 ) -> None:
-    toy = Toy.random(drafted=drafted, apart=1.5)
-    found = decode(toy, Traversal(TREE), TREE, settings)
-    assert p_value(found.text, toy.law(settings, 3)) > 1e-4
-    assert 0.05 < found.refused[0] < 0.95
+    check_texts(Traversal(TREE), TREE, settings, drafted, apart=1.5)
 
 
 @pytest.mark.parametrize("noise", [CoinIsDraft, ResidualIsDraft])
 def test_reused_noise_is_noticed(noise: type[SharedNoise]) -> None:
-    toy, settings = Toy.random(vocab=8, seed=1, apart=2.5), SamplingSettings(1.0)
-    law = toy.law(settings, 2)
-    assert p_value(decode(toy, Traversal(TREE), TREE, settings, tokens=2).text, law) > 1e-4
-    found = decode(toy, Traversal(TREE), TREE, settings, tokens=2, noise_type=noise)
-    assert p_value(found.text, law) < CLEAR
+    check_reused_noise(Traversal(TREE), TREE, noise, apart=2.5)
 
 
 def test_nodes_that_draw_alike_are_noticed() -> None:
@@ -266,37 +258,12 @@ def test_dynamic_trees_are_matched() -> None:
     assert torch.equal(found.text, expected.text)
 
 
-def one_pass(
-    toy: Toy, settings: SamplingSettings, noise_type: type[SharedNoise]
-) -> tuple[Tensor, Tensor]:
-    """Which nodes the target can say behind their parents, and which were kept, [B, N]."""
-    rows = 2_000
-    rule, roots = Traversal(TREE), torch.full((rows,), START)
-    noise = noise_type(settings, torch.arange(rows), 5, rule.drafts, True, roots, True)
-    proposal = toy.propose(make_plan(TREE), torch.zeros_like(roots), roots, noise)
-    logits = toy.target[proposal.tokens]
-    verdict = rule.judge(proposal, logits, (START + TREE.depth).expand(rows, -1), noise)
-    assert consistent(verdict, proposal)
-    p = shape_logits(logits, settings).softmax(-1)
-    possible = p[torch.arange(rows)[:, None], TREE.parents, proposal.tokens] > 0
-    kept = torch.zeros_like(possible).scatter_(1, verdict.path, True)
-    possible[:, 0], kept[:, 0] = True, False
-    return possible, kept
+ONE_PASS = OnePass(Traversal(TREE), TREE)
 
 
 def test_what_the_target_cannot_say_is_never_kept() -> None:
-    toy, settings = Toy.random(), SamplingSettings(1.0, top_k=2)
-    for coin in (0.0, HIGHEST):
-        possible, kept = one_pass(toy, settings, coins_of(coin))
-        assert not possible.all() and not (kept & ~possible).any()
-    # the control: a coin below 0 keeps them
-    possible, kept = one_pass(toy, settings, coins_of(JUST_BELOW))
-    assert (kept & ~possible).any()
+    ONE_PASS.check_the_impossible_is_never_kept()
 
 
 def test_a_perfect_draft_is_always_kept() -> None:
-    toy = Toy.random()
-    toy.drafter = toy.target
-    for noise_type in (SharedNoise, coins_of(HIGHEST)):
-        _, kept = one_pass(toy, SamplingSettings(0.7), noise_type)
-        assert kept[:, [1, 4, 7]].all()  # the first child, its first child, and so on
+    ONE_PASS.check_a_perfect_draft_is_always_kept([1, 4, 7])

@@ -10,7 +10,7 @@ Legend: B rows, N nodes, D deepest level, V vocabulary, V' its drafted part, n t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -248,3 +248,81 @@ def exact_law(
                 [vocab] * (nodes - kept)
             )
     return law.flatten()
+
+
+def check_texts(
+    rule: Rule, shape: DraftShape, settings: SamplingSettings, drafted: int | None, apart: float
+) -> None:
+    """Texts of several passes follow the target; drafts are kept and refused. drafted, apart: see
+    `Toy.random`."""
+    toy = Toy.random(drafted=drafted, apart=apart)
+    found = decode(toy, rule, shape, settings)
+    assert p_value(found.text, toy.law(settings, 3)) > 1e-4
+    assert 0.05 < found.refused[0] < 0.95
+
+
+def check_reused_noise(
+    rule: Rule, shape: DraftShape, noise_type: type[SharedNoise], apart: float
+) -> None:
+    """Texts of two tokens follow the target, and do not with `noise_type`. apart: see
+    `Toy.random`."""
+    toy, settings = Toy.random(vocab=8, seed=1, apart=apart), SamplingSettings(1.0)
+    law = toy.law(settings, 2)
+    assert p_value(decode(toy, rule, shape, settings, tokens=2).text, law) > 1e-4
+    found = decode(toy, rule, shape, settings, tokens=2, noise_type=noise_type)
+    assert p_value(found.text, law) < CLEAR
+
+
+@dataclass
+class OnePass:
+    """One pass of a rule over 2,000 rows of drafts of a tree. seeds [2000] of the noise; drafted
+    [2000, N]: the drafts, None for those of the toy.
+    """
+
+    rule: Rule
+    tree: TokenTree
+    seeds: Tensor = field(default_factory=lambda: torch.arange(2_000))
+    drafted: Tensor | None = None
+
+    def run(
+        self, toy: Toy, settings: SamplingSettings, noise_type: type[SharedNoise]
+    ) -> tuple[Tensor, Tensor]:
+        """Which nodes the target can say behind their parents, and which were kept, [B, N]; also
+        checks the verdict."""
+        rule, tree, roots = self.rule, self.tree, torch.full_like(self.seeds, START)
+        noise = noise_type(settings, self.seeds, 5, rule.drafts, True, roots, rule.separate)
+        if self.drafted is None:
+            proposal = toy.propose(make_plan(tree), torch.zeros_like(roots), roots, noise)
+        else:
+            proposal = Proposal(self.drafted, tree, toy.drafter[self.drafted])
+        logits = toy.target[proposal.tokens]
+        verdict = rule.judge(proposal, logits, roots[:, None] + tree.depth, noise)
+        beyond = torch.arange(verdict.path.shape[1]) > verdict.accepted[:, None]
+        assert consistent(verdict, proposal) and not verdict.path[beyond].any()
+        p = shape_logits(logits, settings).softmax(-1)
+        rows = torch.arange(len(roots))[:, None]
+        possible = p[rows, tree.parents, proposal.tokens] > 0
+        kept = torch.zeros_like(possible).scatter_(1, verdict.path, True)
+        possible[:, 0], kept[:, 0] = True, False
+        return possible, kept
+
+    def check_the_impossible_is_never_kept(self) -> None:
+        """What the target cannot say is kept by no coin, but would be by one below 0."""
+        toy, settings = Toy.random(), SamplingSettings(1.0, top_k=2)
+        for coin in (0.0, HIGHEST):
+            possible, kept = self.run(toy, settings, coins_of(coin))
+            assert not possible.all() and not (kept & ~possible).any()
+        # the control: `<=` keeps them
+        possible, kept = self.run(toy, settings, coins_of(JUST_BELOW))
+        assert (kept & ~possible).any()
+
+    def check_a_perfect_draft_is_always_kept(self, path: list[int]) -> None:
+        """If the drafter is the target, every node of `path`, of the first children, is kept."""
+        toy, settings = Toy.random(), SamplingSettings(0.7)
+        toy.drafter = toy.target
+        for noise_type in (SharedNoise, coins_of(HIGHEST)):
+            _, kept = self.run(toy, settings, noise_type)
+            assert kept[:, path].all()
+        # the control: no coin may show 1
+        _, kept = self.run(toy, settings, coins_of(1.0))
+        assert not kept[:, path[0]].any()
