@@ -38,6 +38,8 @@ from inference.manifest import write_bytes, write_json
 
 FORMAT = 1
 FACTS_FILE = "records.json"
+RECORDS = "records"
+"""The folder of a stage's records."""
 VERIFICATIONS, SEQUENCES = "verifications", "sequences"
 RECORD_FILE = re.compile(rf"({VERIFICATIONS}|{SEQUENCES})-\d+(-\d+)?\.parquet")
 """A shard of a log, or the records of a part of answers, which have the part's name."""

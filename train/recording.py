@@ -20,12 +20,10 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion
 from inference.manifest import checkpoint_hash
-from inference.verifications import SCHEMAS, SEQUENCES, VERIFICATIONS, RecordsConfig
+from inference.verifications import RECORDS, SCHEMAS, SEQUENCES, VERIFICATIONS, RecordsConfig
 from train.data.answers import DONE, PARTS, StoredAnswer
 from train.generate.sampling import backend_of
 from train.generate.turns import Talk
-
-RECORDS = "records"
 
 
 def require_drafts(decode: DecodeConfig, drafter: str | None) -> None:

@@ -43,7 +43,7 @@ from heads.api.reading import read_object
 from heads.api.system_errors import explained
 from heads.api.tensors import read_tensors, write_tensors
 from inference.folders import discard, is_temporary, put
-from inference.manifest import file_sha256, safe_path, write_json
+from inference.manifest import PARTIAL, file_sha256, safe_path, write_json
 from train.distributed import World
 from train.engines.base import TrainEngine
 from train.engines.shards import FilePart, StatePart
@@ -56,7 +56,6 @@ STATE_FILE = "state.json"
 DIGEST = "sha256"
 """Key of state.json: the hash of its other entries."""
 WEIGHTS_FILE, AVERAGE_FILE = "model.safetensors", "average.safetensors"
-PARTIAL = ".partial"
 SEEN_SECONDS = 10.0
 """Longest wait until a state that the main process lists is visible in another process."""
 _NAME = re.compile(r"step_(\d{8,})")

@@ -27,7 +27,7 @@ from heads.api.tensors import read_tensors, write_tensors
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 LARGEST_CONFIG = 16 * 1024 * 1024
-"""Bytes of an adapter_config.json; ours have some thousand."""
+"""Bytes of a config.json or adapter_config.json; ours have some thousand."""
 ADVICE = "Train or copy the adapter again."
 _LAYER = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"

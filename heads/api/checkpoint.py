@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from heads.api.adapter import ADAPTER_WEIGHTS, Base, Updates, read_updates
+from heads.api.adapter import ADAPTER_WEIGHTS, LARGEST_CONFIG, Base, Updates, read_updates
 from heads.api.config import build, shown
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError, missing_folder
@@ -43,8 +43,6 @@ CONFIG_KEYS: dict[str, type] = {
 }
 ADAPTER_KEY = "adapter"
 """Key of an adapter's config.json besides `CONFIG_KEYS`: its base (`heads.api.adapter.Base`)."""
-LARGEST_CONFIG = 16 * 1024 * 1024
-"""Bytes of a config.json; ours have some thousand."""
 
 
 def save_drafter(

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise, product
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,19 +77,6 @@ class CostPoint:
     high: float
 
 
-class CurvesContent(TypedDict):
-    """`CostCurves` as JSON; points have the fields of `CostPoint`."""
-
-    target: str
-    device: str
-    dtype: str
-    launch: str
-    repeats: int
-    verify: list[dict[str, int | float]]
-    draft: dict[str, list[dict[str, int | float]]]
-    commit: dict[str, list[dict[str, int | float]]]
-
-
 @dataclass(frozen=True)
 class CostCurves:
     """Measured costs of one target and its drafters on one device.
@@ -131,10 +118,10 @@ class CostCurves:
             raise UserError(f"there is no cost curve of a drafter '{name}'. Measured: {known}.")
         return curves[name]
 
-    def to_dict(self) -> CurvesContent:
+    def to_dict(self) -> dict[str, Any]:
         """The curves as JSON: the `costs` block of report.json."""
         content = json.loads(json.dumps(asdict(self)))
-        return cast(CurvesContent, {k.removesuffix("_points"): v for k, v in content.items()})
+        return {k.removesuffix("_points"): v for k, v in content.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CostCurves:

@@ -10,9 +10,6 @@ from heads.api.errors import UserError
 from heads.api.tree import DraftShape
 from inference.decoding.config import DecodeConfig
 
-FAMILIES = ("none", "chain", "tree", "dynamic", "dartree", "adaptive")
-"""Families of drafts: the steps of a family have the same operations and so the same fixed time."""
-
 
 class DraftSettings(TypedDict, total=False):
     """The settings of a `Draft` that matter for its shape."""
@@ -44,7 +41,8 @@ class Draft:
 
     @property
     def family(self) -> str:
-        """One of `FAMILIES`."""
+        """The shape, or "adaptive": the steps of a family have the same operations and so the same
+        fixed time."""
         return "adaptive" if self.adaptive != "none" else self.shape
 
     @property

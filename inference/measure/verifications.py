@@ -19,10 +19,9 @@ from inference.folders import discard, require_folder_name
 from inference.measure.answers import Record
 from inference.measure.prompts import Prompt
 from inference.target.model import TargetModel
-from inference.verifications import RecordsConfig, VerificationLog, record_facts
+from inference.verifications import RECORDS, RecordsConfig, VerificationLog, record_facts
 
 logger = logging.getLogger(__name__)
-RECORDS = "records"
 
 
 def write_records(

@@ -40,6 +40,7 @@ from inference.manifest import (
 )
 from inference.measure.metrics import Floats
 from inference.target.model import TargetModel
+from inference.verifications import RECORDS
 from scripts.evidence.common import run_on_target, settings_of
 from scripts.evidence.small_targets import EXPERIMENT, Bench, answers_facts, digest
 from scripts.stages.loop.plan import TOKEN_ROWS
@@ -49,7 +50,6 @@ from train.feedback.branches import write_branches
 from train.feedback.build import AnswerSource, read_lines, write_lines
 from train.feedback.config import FeedbackConfig
 from train.feedback.variations import write_variations
-from train.recording import RECORDS
 
 SPARE = 0.05
 """Share of extra prompts, because generation leaves out prompts that repeat another one except for

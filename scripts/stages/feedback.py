@@ -9,7 +9,7 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.manifest import MANIFEST_FILE
 from inference.target.model import TargetModel
-from inference.verifications import FACTS_FILE
+from inference.verifications import FACTS_FILE, RECORDS
 from scripts.config.schema import Settings
 from scripts.run.folder import open_folder, require_run, with_later
 from scripts.run.process import is_main_process, prepare_process, say, shown
@@ -18,7 +18,6 @@ from train.feedback.branches import BRANCHES, write_branches
 from train.feedback.build import build, summary
 from train.feedback.variations import VARIATIONS, write_variations
 from train.generate.target_facts import TargetFacts
-from train.recording import RECORDS
 
 
 def run(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from inference.server.config import (
 )
 from inference.server.front.secret import Secret
 from inference.server.front.server import bind, url_of
+from inference.verifications import RECORDS
 from inference.writers import hold
 from scripts.config.schema import Settings
 from scripts.run.process import prepare_process, shown
@@ -56,7 +57,7 @@ def run(settings: Settings) -> int:
             require_trials(engine.decode)
         drafter, records, weights = found.name if found else "no drafter", None, ""
         if config.log_rejections:
-            records = Path(config.records or settings.run.directory / "records")
+            records = Path(config.records or settings.run.directory / RECORDS)
             hold(records)  # held until the stage ends
             weights = checkpoint_hash(found.checkpoint or "") if found else ""
         checkpoint = str(found.checkpoint.absolute()) if found and found.checkpoint else ""

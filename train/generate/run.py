@@ -43,6 +43,7 @@ from inference.manifest import (
 )
 from inference.measure.prompts import Prompt
 from inference.target.loading import TargetConfig
+from inference.verifications import RECORDS
 from inference.writers import only_writer
 from train.data import answers
 from train.data.answers import DONE, INPUT, RESERVED, SETTINGS, USES, AnswersManifest, read_answers
@@ -61,7 +62,7 @@ from train.generate.target_facts import AnyTarget
 from train.generate.turns import Backend
 from train.memory import give_back_freed_memory
 from train.processes import join_processes, on_main
-from train.recording import RECORDS, count_records, drop_unanswered, require_drafts
+from train.recording import count_records, drop_unanswered, require_drafts
 
 SHOWN_REASONS = 5
 REPORTED_DOCUMENTS = 256

@@ -31,13 +31,19 @@ import pyarrow.parquet as pq
 from inference.manifest import write_bytes, write_json
 from inference.measure.prompts import Prompt
 from inference.server.samples import batch_files, batches
-from inference.verifications import FACTS_FILE, SCHEMAS, SEQUENCES, VERIFICATIONS, read_facts
+from inference.verifications import (
+    FACTS_FILE,
+    RECORDS,
+    SCHEMAS,
+    SEQUENCES,
+    VERIFICATIONS,
+    read_facts,
+)
 from train.learning.config import LearnConfig
 
 Row = dict[str, Any]
 """A row of sequences."""
 VALIDATION, MEASURING = "validation.jsonl", "measuring.jsonl"
-RECORDS = "records"
 TRAIN_SIDE = "train"
 _SPAN = 2.0**64
 

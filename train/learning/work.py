@@ -34,6 +34,7 @@ from inference.measure.prompts import load_prompts, to_requests
 from inference.measure.run import quick_tau
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from inference.verifications import RECORDS
 from train.config import TrainConfig
 from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
@@ -41,7 +42,7 @@ from train.feedback.build import build
 from train.feedback.config import FeedbackConfig
 from train.learning.comparison import conversations, paired
 from train.learning.config import LearnConfig
-from train.learning.traffic import MEASURING, RECORDS, VALIDATION
+from train.learning.traffic import MEASURING, VALIDATION
 from train.optim import OptimConfig, ScheduleConfig
 from train.refresh import RefreshConfig
 from train.run import train

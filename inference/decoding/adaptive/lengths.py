@@ -35,7 +35,6 @@ from heads.nn.drafting.plan import TreePlan
 from inference.decoding.adaptive import head
 from inference.decoding.rules.accept import leading
 
-MODES = ("none", "entropy", "confidence", "throughput")
 DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
 
 

@@ -20,12 +20,11 @@ from inference.decoding.rules.names import LOSSY, TEXT, promise, rule_text
 from inference.export.hub.config import PushConfig
 from inference.export.layouts.folder import ExportNotes
 from inference.report import claims, markdown
-from inference.report.model import DrafterResult, DraftFacts, Report
+from inference.report.model import REPORT_FILE, DrafterResult, DraftFacts, Report
 from inference.report.quoting import code, escape, fence, one_line
 from inference.target.settings import loading_text
 
 LIBRARY = "headstart"
-REPORT_FILE = "report.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),

@@ -25,7 +25,6 @@ from inference import manifest
 from inference.decoding.decode_file import DECODE_FILE, change_values, read_current
 from inference.export.engine_folder import custom_class, serve
 from inference.export.hub.card import (
-    REPORT_FILE,
     Start,
     Training,
     base_model,
@@ -40,7 +39,7 @@ from inference.export.stitching import INDEX
 from inference.folders import EXPORT_FILE, copy_plain, plain_files, replace_folder
 from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, file_sha256, read_manifest_as
-from inference.report.model import Report, parse_report, read_report, write_report
+from inference.report.model import REPORT_FILE, Report, parse_report, read_report, write_report
 from inference.target.settings import loading_text
 
 CARD_FILE = "README.md"

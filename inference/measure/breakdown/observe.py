@@ -109,7 +109,6 @@ class _Watcher:
     into states when they are committed."""
 
     name: ClassVar[str] = "match"
-    lossless: ClassVar[bool] = True
 
     def __init__(self, settings: SamplingSettings, candidates: int) -> None:
         self.settings, self.candidates = settings, candidates

@@ -25,7 +25,6 @@ from train.data.config import DataConfig, SourceConfig
 from train.feedback.config import FeedbackConfig
 from train.generate.sampling import backend_of
 
-HARD_PROMPTS = "hard_prompts.jsonl"
 TRIALS = "trials"
 MORE = ("variations", "branches")
 """Prompts that a round makes: switch of `feedback` -> name of the run, inside the round, that

@@ -24,6 +24,7 @@ from inference.folders import WRITTEN, copy_plain, delete_own, is_aside, is_temp
 from inference.manifest import MANIFEST_FILE, checkpoint_hash, write_json
 from inference.measure.metrics import Gain
 from inference.target.model import TargetModel
+from inference.verifications import RECORDS
 from inference.writers import only_writer
 from scripts.config.schema import Settings
 from scripts.run.folder import (
@@ -38,7 +39,6 @@ from scripts.run.folder import (
 from scripts.run.process import prepare_process, shown
 from scripts.stages.loop import facts
 from scripts.stages.loop.plan import (
-    HARD_PROMPTS,
     MORE,
     PLAIN,
     TRIALS,
@@ -52,10 +52,9 @@ from scripts.stages.loop.steps import Step, perform
 from scripts.stages.loop.table import change, show
 from scripts.stages.measure import measure_run
 from train.feedback.branches import write_branches
-from train.feedback.build import build
+from train.feedback.build import HARD_PROMPTS, build
 from train.feedback.config import FeedbackConfig
 from train.feedback.variations import write_variations
-from train.recording import RECORDS
 
 ON_POLICY, HARD = "on_policy", "hard_prompts"
 VARIATIONS, BRANCHES = MORE

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from inference.server.samples import batch_files, batches
-from inference.verifications import VERIFICATIONS, read_table
+from inference.verifications import RECORDS, VERIFICATIONS, read_table
 from tests.train.learning.traffic import prepare
 from train.learning.config import LearnConfig
 from train.learning.traffic import (
     MEASURING,
-    RECORDS,
     TRAIN_SIDE,
     VALIDATION,
     choose,

@@ -9,7 +9,6 @@ rerun writes the missing shards.
 from __future__ import annotations
 
 import hashlib
-import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +47,6 @@ from train.features.store.claims import Claims, disk_error
 from train.features.store.codec import FORMATS, bytes_per_token, parts_of, states_of, store_bytes
 from train.features.store.layout import ShardIndex, index_path, shard_name, shard_path
 from train.processes import terminable
-
-logger = logging.getLogger(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
 DISK_RESERVE = 64 * MIB

@@ -31,7 +31,7 @@ import httpx
 from heads.api.errors import UserError
 from heads.api.reading import read_json, require_fit
 from inference.decoding.requests import Completion, Request
-from inference.engines.client import LONGEST_WAIT, PROBE, Served, asked_wait
+from inference.engines.client import LONGEST_WAIT, PASSING, PROBE, REFUSING, Served, asked_wait
 from inference.engines.models import described, may_be_same, same_model
 from inference.manifest import write_json
 from inference.target.loading import TargetConfig
@@ -46,11 +46,9 @@ from train.generate.turns import Refused
 
 logger = logging.getLogger(__name__)
 
-PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 BUSY = frozenset({429, 503})
 TOO_MANY = 429
 """A busy status of a server that is still running."""
-REFUSING = frozenset({400, 413, 422})
 KEPT = "What was answered is kept; the same command continues."
 LOOKING_SECONDS = 0.05
 """How long a thread waits while another one checks its server, before it sees whether it may go
