@@ -34,7 +34,7 @@ from inference.folders import discard
 from inference.manifest import MANIFEST_FILE, file_sha256, verify_file
 from inference.target.chat import Span
 from train.data import packed_file
-from train.data.answers import PACKED, SHARD_SCHEMA, Watch, ignore, read_answers
+from train.data.answers import PACKED, SHARD_SCHEMA, read_answers
 from train.data.masks import require_supervised
 from train.data.packed_file import Document
 from train.data.parquet import readable
@@ -94,11 +94,9 @@ class PackedData:
     domains: tuple[str, ...] = ()
     """The domains of its documents, sorted by name; empty: all that the answers have."""
 
-    def __init__(
-        self, documents: Iterable[Document], sequence_length: int, extras: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, documents: Iterable[Document], sequence_length: int) -> None:
         _check_length(sequence_length)
-        self._open(sequence_length, packed_file.pack_in_memory(documents, sequence_length, extras))
+        self._open(sequence_length, packed_file.pack_in_memory(documents, sequence_length))
 
     @classmethod
     def from_manifest(
@@ -106,7 +104,6 @@ class PackedData:
         directory: Path,
         info: TargetInfo,
         sequence_length: int,
-        watch: Watch = ignore,
         domains: Sequence[str] = (),
         context_weight: float = 0.0,
     ) -> PackedData:
@@ -139,8 +136,8 @@ class PackedData:
         if chosen:
             key["domains"] = list(chosen)
 
-        def write(folder: Path, watch: Watch) -> None:
-            documents = weighted_documents(shards, info, watch, extras, chosen)
+        def write(folder: Path) -> None:
+            documents = weighted_documents(shards, info, extras, chosen)
             packed_file.write_packed(folder, documents, key)
 
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
@@ -153,13 +150,13 @@ class PackedData:
                 with suppress(OSError):
                     discard(folder)
             try:
-                write(folder, watch)
+                write(folder)
             except OSError as error:
                 message = "packed rows cannot be kept in '%s' (%s); a temporary folder is used"
                 logger.warning(message, folder, error)
                 data._temporary = tempfile.TemporaryDirectory(prefix="headstart-packed-")
                 folder = Path(data._temporary.name) / name
-                write(folder, ignore)
+                write(folder)
         data._open(sequence_length, packed_file.read_packed(folder), context_weight)
         _require_positions(directory, info, int(data._indexes["lengths"].max()))
         return data
@@ -285,15 +282,12 @@ def extras_of(shards: Sequence[Path]) -> list[str]:
 def weighted_documents(
     shards: Iterable[Path],
     info: TargetInfo,
-    watch: Watch = ignore,
     extras: Sequence[str] = (),
     domains: Sequence[str] = (),
 ) -> Iterator[tuple[NDArray[np.int32], list[Span], dict[str, NDArray[np.float32]]]]:
     """`read_documents` with the columns `extras` per token; `UserError` for invalid weights."""
-    rows = 0
     for path in shards:
         for batch in _batches(path, extras, domains):
-            rows += len(batch)
             tokens, spans = batch.column("tokens"), batch.column("spans").to_pylist()
             # Shards of older versions have no column `parts`: one document per row.
             known = "parts" in batch.schema.names
@@ -311,7 +305,6 @@ def weighted_documents(
                     inside = [(a - begin, b - begin) for a, b in answer if begin <= a < end]
                     weights = {name: column[low:high] for name, column in beside.items()}
                     yield values[low:high], inside, weights
-            watch("pack", rows)
 
 
 def _weights(

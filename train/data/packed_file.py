@@ -173,16 +173,13 @@ class FlatFile:
             os.close(self._descriptor)
 
 
-def pack_in_memory(
-    documents: Iterable[Document], length: int, extras: Sequence[str] = ()
-) -> Packed:
-    files = {name: BytesIO() for name in (*PARTS, *extras)}
-    packer = Packer(length, files, extras=extras)
+def pack_in_memory(documents: Iterable[Document], length: int) -> Packed:
+    files = {name: BytesIO() for name in PARTS}
+    packer = Packer(length, files)
     packer.add_all(documents)
     contents = {name: file.getvalue() for name, file in files.items()}
     arrays = {name: np.frombuffer(contents[name], PARTS[name]) for name in INDEXES}
-    flat = {name: FlatFile(contents[name], (PARTS | EXTRAS)[name]) for name in ("tokens", *extras)}
-    return packer.counts, arrays, flat
+    return packer.counts, arrays, {"tokens": FlatFile(contents["tokens"], PARTS["tokens"])}
 
 
 def write_packed(folder: Path, documents: Iterable[Document], key: PackKey) -> None:

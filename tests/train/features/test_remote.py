@@ -490,6 +490,7 @@ def test_an_answer_that_is_not_read_keeps_its_place(
 
     monkeypatch.setattr(remote_server, "send_whole", send_slowly)
     monkeypatch.setattr(remote_server, "MOST_WAITING", 1)
+    monkeypatch.setattr(servers, "BUSY_SECONDS", 0.0)
     with serving(target) as server, ThreadPoolExecutor(1) as pool:
         slow, loader = remote(target, micro, server.address, timeout_seconds=30.0)
         packed = loader.step(0)[0]
