@@ -262,7 +262,12 @@ def report(given: argparse.Namespace) -> None:
     require_same_sizes(given.out, kinds, sizes)
     study = Study(place, given.work.resolve(), given.threads, given.prompts, pool, sizes)
     for kind in given.kinds:
-        drop_other_recipe(found.get(kind, Found()), study.recipe(kind))
+        if left := drop_other_recipe(found.get(kind, Found()), study.recipe(kind)):
+            print(
+                f"{left} results of {kind} leave the report: they are of another recipe, or of a "
+                "CPU with other number formats. To keep them, give another --out.",
+                flush=True,
+            )
 
     def write(kind: str) -> None:
         kinds[kind] = summary(kind, found[kind], sizes)
@@ -282,10 +287,12 @@ def report(given: argparse.Namespace) -> None:
     print("\n".join(markdown(content)))
 
 
-def drop_other_recipe(found: Found, recipe: str) -> None:
-    """Leave out the results of a kind that were trained by another recipe."""
+def drop_other_recipe(found: Found, recipe: str) -> int:
+    """Leave out the results of a kind that were trained by another recipe; returns their number."""
+    before = len(found.curve) + len(found.arms)
     found.curve = {size: one for size, one in found.curve.items() if one.recipe in ("", recipe)}
     found.arms = {arm: one for arm, one in found.arms.items() if one.recipe in ("", recipe)}
+    return before - len(found.curve) - len(found.arms)
 
 
 def sizes_of(arm: str, sizes: Sequence[int]) -> list[int]:

@@ -158,7 +158,7 @@ def test_results_of_another_recipe_are_left_out() -> None:
     kept = found_in(summary("eagle3", found_on(growing), SIZES))
     kept.curve[1_000] = replace(kept.curve[1_000], recipe="of another")
     kept.curve[3_000] = replace(kept.curve[3_000], recipe="of today")
-    drop_other_recipe(kept, "of today")
+    assert drop_other_recipe(kept, "of today") == 1
     assert [*kept.curve] == SIZES[1:]  # the others are of an earlier version, which named none
     entry = json.loads(json.dumps(summary("eagle3", kept, SIZES[1:])))
     assert found_in(entry).curve[3_000].recipe == "of today"
