@@ -337,8 +337,8 @@ def from_report(path: Path, weights_sha256: str) -> Reference:
     figures = {name: pair for name, pair in figures.items() if pair[0] > 0 and pair[1] > 0}
     repeats = len(report.repeats.kept) if report.repeats else 1  # repeats have the same passes
     passes = drafter.verify_passes // repeats
-    place = str(path)
-    return Reference(*common, {}, depth, place, "", figures, passes, sampling)
+    made = Reference(*common, {}, depth, str(path), sampling=sampling)
+    return replace(made, figures=figures, passes=passes)
 
 
 def tallies_of(
