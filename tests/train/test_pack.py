@@ -127,9 +127,7 @@ def test_packing_in_windows_holds_every_document_once(monkeypatch):
     documents = [document(100 * i, int(n), 2) for i, n in enumerate(rng.integers(3, 30, 60))]
     one = PackedData(documents, 32)
     packer = packed_file.Packer
-    monkeypatch.setattr(
-        packed_file, "Packer", lambda length, files, extras: packer(length, files, 7, 100, extras)
-    )
+    monkeypatch.setattr(packed_file, "Packer", lambda length, files: packer(length, files, 7, 100))
     windows = PackedData(documents, 32)
     assert len(windows) >= len(one)
     found = [
