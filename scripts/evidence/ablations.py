@@ -199,6 +199,9 @@ STUDIES: dict[str, dict[str, list[str]]] = {
     "peagle": {
         RECIPE: [*PEAGLE, "optim.lr=1e-2"],
         "adamw": ["optim=adamw", "optim.lr=3e-3"],
+        "rate_3e-3": ["optim.lr=3e-3"],
+        "answers_only": ["train.context_weight=0"],
+        "initial_std_0": START["initial_std_0"],
         "trained_lm_head": ["head.train_lm_head=true"],
         "feature_loss": [FEATURE_LOSS],
     },
