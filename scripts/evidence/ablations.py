@@ -204,6 +204,8 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "initial_std_0": START["initial_std_0"],
         "trained_lm_head": ["head.train_lm_head=true"],
         "feature_loss": [FEATURE_LOSS],
+        "all_anchors": ["head.keep=1"],
+        "falling_weights": ["head.decay=0.8"],
     },
 }
 """Study -> arm -> overrides, where {last} is the target's last layer, {middle} half of its layers
