@@ -43,6 +43,8 @@ from train.tracking.tracker import TrackerConfig
 
 logger = logging.getLogger(__name__)
 
+EVAL_BATCH = "train.eval_batch"
+"""The name of the setting that gives the rows of a measurement."""
 MUST_MATCH = ("kind", "head", "target", "precision", "joint", "base")
 """Facts of a run that a saved state cannot do without; the others are warned about when they
 differ."""

@@ -25,13 +25,13 @@ from inference.integrity import CHECKED
 from inference.manifest import checkpoint_hash, file_entry, write_manifest
 from inference.measure.metrics import TauEstimate
 from inference.measure.prompts import Prompt, select_prompts, to_requests
-from inference.measure.run import quick_tau
+from inference.measure.run import tau_in_rows_that_fit
 from inference.parity import check_parity
 from inference.processor import multiplies_bfloat16
 from inference.target.memory import BatchMemoryError
 from inference.target.settings import loading_text
 from train.averaging import WeightAverage
-from train.config import TrainConfig, TrainingJob, require_same, run_facts
+from train.config import EVAL_BATCH, TrainConfig, TrainingJob, require_same, run_facts
 from train.data.held_out import read_prompts
 from train.data.loader import StepLoader
 from train.data.masks import mask_report
@@ -320,24 +320,19 @@ class Run:
     ) -> tuple[TauEstimate, list[Completion]]:
         """tau and the answers, in as many of train.eval_batch rows as fit into memory. Raises
         `UserError` if not even one does."""
-        while True:
-            answers: list[Completion] = []
-            decode = replace(decode, batch_size=self.eval_rows)
-            try:
-                return quick_tau(self.target, drafter, self.requests, decode, answers), answers
-            except BatchMemoryError as error:
-                rows = min(self.eval_rows, len(self.requests))
-                if rows == 1:
-                    raise UserError(
-                        f"tau cannot be measured: {error} Here decode.max_new_tokens is "
-                        "train.eval_tokens, and the prompts are those of train.prompts; with "
-                        "train.eval_every=0 tau is not measured during the training."
-                    ) from error
-                self.eval_rows = max(1, min(error.fits, rows - 1))
-                logger.warning(
-                    "tau is measured in %d rows at a time instead of train.eval_batch=%d: %s",
-                    *(self.eval_rows, self.job.config.eval_batch, error),
-                )
+        answers: list[Completion] = []
+        decode = replace(decode, batch_size=self.eval_rows)
+        try:
+            found, self.eval_rows = tau_in_rows_that_fit(
+                self.target, drafter, self.requests, decode, EVAL_BATCH, answers
+            )
+        except BatchMemoryError as error:
+            raise UserError(
+                f"tau cannot be measured: {error} Here decode.max_new_tokens is "
+                "train.eval_tokens, and the prompts are those of train.prompts; with "
+                "train.eval_every=0 tau is not measured during the training."
+            ) from error
+        return found, answers
 
     def transcript(self, answer: Completion) -> Transcript:
         """An answer as text."""

@@ -1,4 +1,4 @@
-"""Readers of external files: text, JSON, JSON lines and YAML.
+"""Readers of external files: text, JSON, JSON lines and YAML, with or without a byte order mark.
 
 Each reader limits the size of a file, the depth of its values and (for YAML, whose aliases
 multiply) their number. Whatever is wrong with a file (missing, a folder, not allowed, no UTF-8, cut
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,8 @@ from heads.api.errors import UserError
 T = TypeVar("T")
 
 ADVICE = "Copy it again, or remove it and run the stage that wrote it again."
+UTF_8 = "utf-8-sig"
+"""UTF-8 whose byte order mark, which editors and spreadsheets on Windows write, is left out."""
 MIB = 1024 * 1024
 LARGEST_JSON = 1024 * MIB
 LARGEST_YAML = 4 * MIB
@@ -82,7 +85,7 @@ def read_text(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> str
     """The text of a UTF-8 file; raises `UserError`."""
     content = read_bytes(path, advice, most)
     try:
-        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode(UTF_8).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(
             f"'{path}' is not text in UTF-8 (byte {error.start} is {content[error.start]:#04x}). "
@@ -93,7 +96,7 @@ def read_text(path: Path, advice: str = ADVICE, most: int = LARGEST_JSON) -> str
 def parse_json(text: str | bytes, name: str, advice: str = ADVICE) -> Any:
     """The values of a JSON text; raises `UserError`, which calls the text `name`."""
     try:
-        written = text.decode("utf-8") if isinstance(text, bytes) else text
+        written = text.decode(UTF_8) if isinstance(text, bytes) else text
         values = json.loads(written)
         _require_shallow(values)
         if _ESCAPED_SURROGATE.search(written):
@@ -135,7 +138,7 @@ def read_json_lines(path: Path, advice: str = ADVICE) -> Iterator[tuple[int, Any
                 raise UserError(
                     f"'{path}' line {number} is longer than {LARGEST_LINE:,} bytes. {advice}"
                 )
-            if line.strip():
+            if line.strip().removeprefix(BOM_UTF8):
                 yield number, parse_json(line, f"'{path}' line {number}", advice)
 
 

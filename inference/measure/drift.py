@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.measure.metrics import divide, interval95, resample_weights
+from inference.target.memory import in_rows_that_fit
 from inference.target.model import TargetModel
 
 
@@ -49,10 +51,15 @@ class Drift:
 
 
 def measure_drift(
-    original: TargetModel, changed: TargetModel, requests: Sequence[Request], batch_size: int = 8
+    original: TargetModel,
+    changed: TargetModel,
+    requests: Sequence[Request],
+    rows: int = 8,
+    setting: str = "rows",
 ) -> Drift:
-    """Compare two targets on the greedy answers to `requests`; raises `UserError` without any, or
-    when the vocabularies differ."""
+    """Compare two targets on the greedy answers to `requests`, decoded in `rows` rows or as many as
+    fit into memory (setting: what gives `rows`); raises `UserError` without any request, when not
+    even one row fits, or when the vocabularies differ."""
     if original.info.tokenizer_hash != changed.info.tokenizer_hash:
         raise UserError(
             f"'{changed.info.id}' has another tokenizer than '{original.info.id}', so their "
@@ -62,9 +69,11 @@ def measure_drift(
         raise UserError(
             "there are no prompts to measure the drift on. Give some with train.prompts."
         )
-    answers = greedy_answers(original, requests, batch_size)
-    others = greedy_answers(changed, requests, batch_size)
-    rows = []
+    answers, others = (
+        in_rows_that_fit(partial(greedy_answers, one, requests), rows, len(requests), setting)[0]
+        for one in (original, changed)
+    )
+    counts = []
     for request in requests:
         answer = answers[request.index]
         one, other = (
@@ -73,8 +82,8 @@ def measure_drift(
         other = other.to(one.device)
         kl, equal = kl_divergence(one, other).sum(), one.argmax(-1) == other.argmax(-1)
         same = answer == others[request.index]
-        rows.append([float(kl), int(equal.sum()), len(answer), same, 1])
-    sums = np.array(rows, dtype=np.float64)  # [P, 5]: KL, agreeing tokens, tokens, identical, 1
+        counts.append([float(kl), int(equal.sum()), len(answer), same, 1])
+    sums = np.array(counts, dtype=np.float64)  # [P, 5]: KL, agreeing tokens, tokens, identical, 1
     kl, agreeing, tokens, identical, prompts = sums.sum(0)
     drawn = resample_weights(len(requests), seed=0) @ sums
     return Drift(

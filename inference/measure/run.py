@@ -70,6 +70,7 @@ from inference.measure.verifications import write_records
 from inference.report import claims
 from inference.report import model as schema
 from inference.target.hardware import device_facts
+from inference.target.memory import in_rows_that_fit
 from inference.target.model import TargetModel
 from inference.verifications import RecordsConfig
 from inference.writers import only_writer
@@ -101,6 +102,23 @@ def quick_tau(
     # The interval must not depend on the order in which answers finish.
     outcomes.sort(key=lambda outcome: int(outcome.prompt))
     return metrics.tau_estimate(Totals.collect(outcomes, engine.tree.max_depth))
+
+
+def tau_in_rows_that_fit(
+    target: TargetModel,
+    drafter: Any,
+    requests: Sequence[Request],
+    decode: DecodeConfig,
+    setting: str,
+    answers: list[Completion] | None = None,
+) -> tuple[TauEstimate, int]:
+    """`quick_tau` in decode.batch_size rows, or in as many as fit into memory, and the rows it
+    took. setting: what gives the rows. Raises `BatchMemoryError` if not even one row fits."""
+
+    def decoded(rows: int) -> TauEstimate:
+        return quick_tau(target, drafter, requests, replace(decode, batch_size=rows), answers)
+
+    return in_rows_that_fit(decoded, decode.batch_size, len(requests), setting)
 
 
 def measure(

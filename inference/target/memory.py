@@ -10,9 +10,11 @@ Legend: B rows, S slots.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ from inference.kernels.reference.attention import workspace_bytes
 from inference.kernels.reference.filters import FILTER_LOGITS
 from inference.target.hardware import release_unused
 from inference.target.kv_cache import CacheSizes
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 GIB = 1 << 30
 PROBED_SLOTS = (64, 192)
@@ -42,6 +47,24 @@ class BatchMemoryError(UserError):
     def __init__(self, message: str, fits: int) -> None:
         super().__init__(message)
         self.fits = fits
+
+
+def in_rows_that_fit(
+    decoded: Callable[[int], T], rows: int, requests: int, setting: str
+) -> tuple[T, int]:
+    """`decoded(rows)`, with fewer rows if these do not fit into memory, and the rows it took.
+    requests: how many are decoded; setting: what gives `rows`, for the warning. Raises
+    `BatchMemoryError` if not even one row fits."""
+    while True:
+        try:
+            return decoded(rows), rows
+        except BatchMemoryError as error:
+            taken = min(rows, requests)
+            if taken <= 1:
+                raise
+            fewer = max(1, min(error.fits, taken - 1))
+            logger.warning("decoding %d rows at a time, not %s=%d: %s", fewer, setting, rows, error)
+            rows = fewer
 
 
 @dataclass(frozen=True)

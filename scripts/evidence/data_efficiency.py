@@ -490,7 +490,7 @@ def markdown(content: Facts) -> list[str]:
         "prompts and seeds. A doubling is the factor on tau - 1 from so many answers to twice as "
         "many, by the form of the curve that is printed bold below. Made by "
         f"`{content['command']}`, earlier rows by the same command with their kinds and sizes; all "
-        "figures: data_efficiency.json.",
+        "figures: the JSON file of the same name.",
         "",
         *markdown_table(
             ["kind", "answers", "steps", "training tokens", "tau", "a doubling"], points

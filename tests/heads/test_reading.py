@@ -188,6 +188,16 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
         reading.read_text(path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_content(tmp_path: Path) -> None:
+    path = tmp_path / "marked"
+    path.write_bytes(b"\xef\xbb\xbf" + '{"a": "é"}\n'.encode())
+    assert reading.read_text(path) == '{"a": "é"}\n'
+    assert reading.read_json(path) == reading.read_yaml(path) == {"a": "é"}
+    assert list(reading.read_json_lines(path)) == [(1, {"a": "é"})]
+    path.write_bytes(b"\xef\xbb\xbf\n{}\n")
+    assert list(reading.read_json_lines(path)) == [(2, {})]
+
+
 def test_a_file_is_read_up_to_a_limit() -> None:
     with pytest.raises(UserError, match="larger than 1,000 bytes"):
         reading.read_bytes(Path("/dev/zero"), most=1000)

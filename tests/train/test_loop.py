@@ -24,6 +24,7 @@ from inference.decoding.config import DecodeConfig
 from inference.folders import FORMER
 from inference.integrity import require_unchanged
 from inference.manifest import partial_of
+from inference.measure import run as measuring
 from inference.measure.run import quick_tau
 from inference.parity import ParityError
 from inference.target.memory import MemoryPlan
@@ -140,8 +141,8 @@ def test_a_measurement_takes_as_many_rows_as_fit_into_memory(
     free = needed[0] // 2
     monkeypatch.setattr("inference.decoding.engine.free_bytes", lambda device: free)
     assert train(out=tmp_path / "tight", **arguments)["best"] == best
-    (told,) = (line for line in caplog.messages if line.startswith("tau is measured in"))
-    assert "in 2 rows at a time instead of train.eval_batch=8: a batch of 6 rows" in told
+    (told,) = (line for line in caplog.messages if line.startswith("decoding 2 rows"))
+    assert "2 rows at a time, not train.eval_batch=8: a batch of 6 rows" in told
     monkeypatch.setattr("inference.decoding.engine.free_bytes", lambda device: free // 4)
     with pytest.raises(UserError, match=r"not even one row fits.*train\.eval_tokens"):
         train(out=tmp_path / "none", **arguments)
@@ -230,7 +231,7 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
     outlast a scheduler's patience."""
     arguments = settings(micro, max_steps=8, save_every=100, eval_every=3)
     train(out=tmp_path / "whole", **arguments)
-    plain, calls = setup.quick_tau, iter(range(1, 100))
+    plain, calls = measuring.quick_tau, iter(range(1, 100))
 
     def struck(*given: Any) -> Any:
         if next(calls) == spoilt:
@@ -238,7 +239,7 @@ def test_a_signal_breaks_a_measurement_off_and_it_is_made_again(
             raise AssertionError("the measurement went on")
         return plain(*given)
 
-    monkeypatch.setattr(setup, "quick_tau", struck)
+    monkeypatch.setattr(measuring, "quick_tau", struck)
     with pytest.raises(Stopped) as caught:
         train(out=tmp_path / "run", **arguments)
     assert (caught.value.code, caught.value.step) == (0, {2: 6, 3: 8}[spoilt])

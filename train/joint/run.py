@@ -26,7 +26,7 @@ from heads.api.tensors import read_tensors, write_tensors
 from inference.measure.drift import measure_drift
 from inference.target.loading import describe
 from inference.target.model import TargetModel
-from train.config import TrainingJob
+from train.config import EVAL_BATCH, TrainingJob
 from train.distributed import World
 from train.features.base import Features
 from train.joint.backbone import Backbone
@@ -137,7 +137,7 @@ class JointRun(Run):
         self.target.model.to("cpu")  # make room for the two that are compared
         original, changed = TargetModel.load(self.job.target), TargetModel.load(config)
         requests = self.requests or self.make_requests()
-        drift = measure_drift(original, changed, requests, self.job.config.eval_batch)
+        drift = measure_drift(original, changed, requests, self.eval_rows, EVAL_BATCH)
         label(folder, self.original, self.job.kind, self.job.joint, drift)
         joint: JointFacts = {
             "settings": plain(self.job.joint),

@@ -31,11 +31,11 @@ from inference.folders import CHECKPOINT, copy_plain, replace_part
 from inference.manifest import checkpoint_hash
 from inference.measure.metrics import TauEstimate
 from inference.measure.prompts import load_prompts, to_requests
-from inference.measure.run import quick_tau
+from inference.measure.run import tau_in_rows_that_fit
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from inference.verifications import RECORDS
-from train.config import TrainConfig
+from train.config import EVAL_BATCH, TrainConfig
 from train.engines.base import EngineConfig
 from train.features.config import FeaturesConfig
 from train.feedback.build import build
@@ -141,7 +141,7 @@ def measure(settings: CycleSettings, number: int, start: Path) -> dict[str, Any]
         """tau, and each prompt's acceptance."""
         drafter = load_drafter(checkpoint, target.info, target.weights, changed_target=True)
         answers: list[Completion] = []
-        found = quick_tau(target, drafter, requests, decode, answers)
+        found, _ = tau_in_rows_that_fit(target, drafter, requests, decode, EVAL_BATCH, answers)
         accepted = {
             one.request.index: sum(record.accepted for record in one.passes) / len(one.passes)
             for one in answers

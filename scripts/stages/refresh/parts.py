@@ -20,7 +20,7 @@ from inference.integrity import require_unchanged
 from inference.manifest import MANIFEST_FILE, write_json
 from inference.measure.metrics import TauEstimate
 from inference.measure.prompts import Prompt, select_prompts, to_requests
-from inference.measure.run import quick_tau
+from inference.measure.run import tau_in_rows_that_fit
 from inference.target.loading import load_tokenizer
 from inference.target.model import TargetModel
 from scripts.config.schema import Settings
@@ -31,6 +31,7 @@ from scripts.run.prompts import bench_of, load
 from scripts.stages.generate import data_of
 from scripts.stages.loop.steps import hold_out_benches
 from scripts.stages.measure import without_leaks
+from train.config import EVAL_BATCH
 from train.data.answers import AnswersManifest
 from train.generate.loop import OwnDecoder
 from train.generate.run import generate
@@ -173,4 +174,4 @@ def measure_tau(
             f"no prompt of bench fits into the target's {limit} positions with its answer. Lower "
             "decode.max_new_tokens."
         )
-    return quick_tau(target, drafter, requests, rows)
+    return tau_in_rows_that_fit(target, drafter, requests, rows, EVAL_BATCH)[0]

@@ -19,6 +19,7 @@ from heads.api.errors import UserError
 from heads.api.system_errors import explained
 from inference.decoding.draft_file import read_draft
 from inference.server.samples import batches
+from inference.target.memory import MemoryPlan
 from tests.train.learning.traffic import StandIn, cycle_settings, prepare
 from train.learning import work
 from train.learning.cycle import ENDS, STEPS, Learner, last_taken
@@ -238,6 +239,30 @@ def test_the_next_cycle_goes_on_from_a_candidate_that_was_better_so_far(
     assert starts["refresh", 2] == begins.resolve() and starts["measure", 2] == serves.resolve()
     assert found[-1].event == "swapped"
     assert [path.name for path in (folder / "drafters").iterdir()] == ["0002"]
+
+
+def test_a_measurement_takes_as_many_rows_as_fit_into_memory(
+    place: Path, candidate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = cycle_settings(place, new_folder(place, tmp_path / "learn"), cycles=1)
+    assert settings.train.eval_batch > 1
+    needed: list[int] = []
+    found: list[dict[str, Any]] = []
+
+    def run(part: Part, settings: CycleSettings, number: int, start: Path) -> dict[str, Any]:
+        if part is work.measure:
+            with monkeypatch.context() as roomy:
+                roomy.setattr(MemoryPlan, "require", lambda plan, *_: needed.append(plan.total))
+                found.append(work.measure(settings, number, start))
+            with monkeypatch.context() as tight:
+                free = needed[0] // 2
+                tight.setattr("inference.decoding.engine.free_bytes", lambda device: free)
+                found.append(work.measure(settings, number, start))
+            return found[0]
+        return replaying(candidate, Counter())(part, settings, number, start)
+
+    learn(settings, StandIn(place / "drafter"), run)
+    assert found[0] == found[1]
 
 
 def test_a_candidate_with_nan_is_rejected_before_any_request_meets_it(
