@@ -31,7 +31,7 @@ from heads.api.tree import DraftShape, TokenTree, one_path
 from heads.nn.cascade.chain import Quiet, draft_chain, fill_tree
 from heads.nn.cascade.join import join, split_shape
 from heads.nn.cascade.parts import build_part, initialise_part, modules_of
-from heads.nn.drafting.plan import TreePlan
+from heads.nn.drafting.plan import LastShape, TreePlan
 from heads.nn.drafting.state import last_valid
 
 
@@ -108,7 +108,7 @@ class Drafter(TrainableDrafter):
         self._check(specs)
         self.needs = union(specs)
         self.weighs_trees = config.mode != "join"
-        self._plan: tuple[DraftShape, Plan] | None = None  # of the last shape asked for
+        self._plans: LastShape[Plan] = LastShape()
 
     def _check(self, specs: list[FeatureSpec]) -> None:
         """Refuse parts that cannot do what this mode asks of them."""
@@ -176,7 +176,7 @@ class Drafter(TrainableDrafter):
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill; see the protocol."""
-        plan = self._plan_of(tree, seen.tokens.device)
+        plan = self._plans.get(tree, lambda: self._new_plan(tree, seen.tokens.device))
         # parts get runs of the whole tree's depth, and the lower level also the tokens that the
         # upper one chose beyond the root
         room = capacity + tree.max_depth + 1
@@ -189,12 +189,6 @@ class Drafter(TrainableDrafter):
         _, _, root, position = last_valid(seen)
         counts = torch.zeros_like(root)
         return State(states, root.clone(), position.clone(), counts, counts.clone(), plan)
-
-    def _plan_of(self, shape: DraftShape, device: torch.device) -> Plan:
-        """The plan of a shape, cached because every refilled row starts with the same shape."""
-        if self._plan is None or self._plan[0] is not shape:
-            self._plan = shape, self._new_plan(shape, device)
-        return self._plan[1]
 
     def _new_plan(self, shape: DraftShape, device: torch.device) -> Plan:
         if self.config.mode == "join":

@@ -30,7 +30,6 @@ from torch import Tensor
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.errors import UserError
-from heads.api.target_info import TargetInfo
 from heads.api.tree import DartreeShape, DraftShape
 from heads.kernels.reference.row_losses import CROSS_ENTROPY, ROW_LOSSES, TOTAL_VARIATION, RowLosses
 from heads.nn import losses
@@ -39,15 +38,14 @@ from heads.nn.block import confidence as block_confidence
 from heads.nn.block.attention import KeyValue, View, attend_blocks
 from heads.nn.block.config import Config as Config
 from heads.nn.block.lattice import Lattice
-from heads.nn.block.losses import by_row_and_depth
+from heads.nn.block.losses import by_row_and_depth, sum_over_blocks
 from heads.nn.block.model import BlockModel
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
-from heads.nn.checkpointing import recomputed
 from heads.nn.drafting.dartree import grow_from_pass
 from heads.nn.drafting.growth import fill, grow
 from heads.nn.drafting.places import CachePlace
-from heads.nn.drafting.plan import DartreePlan, PlanCache
+from heads.nn.drafting.plan import DartreePlan
 from heads.nn.drafting.sight import UpTo
 from heads.nn.drafting.state import Cached as State
 from heads.nn.drafting.state import run_slots
@@ -61,10 +59,6 @@ class Drafter(BlockModel):
     kind: ClassVar[str] = "dflash"
     label_weight: ClassVar[str] = "ce"
     one_pass: ClassVar[bool] = True
-
-    def __init__(self, config: Config, info: TargetInfo) -> None:
-        super().__init__(config, info)
-        self._plans = PlanCache(self.one_pass)
 
     @property
     def taught_labels(self) -> str:
@@ -112,10 +106,7 @@ class Drafter(BlockModel):
                 batch, raw, Taught.of(batch, piece, self.depths), at_anchors(features, piece)
             )
 
-        starts = range(0, anchors.last.shape[1], chunk)
-        whole = len(starts) == 1
-        parts: list[losses.Sums] = [part(0)] if whole else [recomputed(part, at) for at in starts]
-        sums = (sum(values) for values in zip(*parts, strict=True))
+        sums = sum_over_blocks(part, anchors.last.shape[1], chunk)
         weighed, plain, distance, correct, counts, doubt = sums
         mixed = partial(config.objective().mixed, distance=distance, counts=counts)
         total, values = mixed(weighed), mixed(plain)
@@ -278,7 +269,7 @@ class Drafter(BlockModel):
                 f"{tree.max_depth}. Set decode.depth to {self.depths} or less, or train with "
                 f"head.block_size={needed}."
             )
-        (batch, width), plan, shape = seen.tokens.shape, self._plans.of(tree), self.shape
+        (batch, width), plan, shape = seen.tokens.shape, self.plans.of(tree), self.shape
         slots = max(capacity, width) + max(self.config.block_size, plan.max_depth + 1) + 1
         cache = batch, slots, shape.num_key_value_heads, shape.head_dim
         caches = [self.norm.weight.new_zeros(cache) for _ in self.layers]
@@ -295,7 +286,7 @@ class Drafter(BlockModel):
         assert accepted.taps is not None, "a block drafter needs the target's taps"
         (rows, last), slots = state.advance(accepted), run_slots(accepted)
         features = self._fused(accepted.taps)
-        contexts = self._contexts(features, look_up(self._table(state), slots))
+        contexts = self._contexts(features, look_up(state.rotations(self._rope), slots))
         for layer, (key, value) in enumerate(contexts):
             state.store(layer, rows, slots, key, value)
         if self.dependency.whole:
@@ -311,7 +302,7 @@ class Drafter(BlockModel):
         shift = self.config.block_size - self.depths
         slots = depth + shift if self.causal else self.config.block_size
         inputs = self._slots(state.root, slots)
-        rows = torch.arange(inputs.shape[0], device=inputs.device)[:, None]
+        rows = state.rows
         places = state.root_position[:, None] + torch.arange(slots, device=inputs.device)  # [B, b]
         # where slots see each other, each sees what the last one sees
         sight = UpTo.run(places, None if self.causal else torch.full_like(places, slots - 1))
@@ -321,7 +312,9 @@ class Drafter(BlockModel):
             return state.attend(layer, query, sight)
 
         attends: list[Attend] = [partial(attend, layer) for layer in range(len(self.layers))]
-        return self._depths(self._run(inputs, look_up(self._table(state), places), attends), depth)
+        return self._depths(
+            self._run(inputs, look_up(state.rotations(self._rope), places), attends), depth
+        )
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """One pass, then the tree: at once if slots are independent, else level by level."""
@@ -423,9 +416,6 @@ class Drafter(BlockModel):
         before = block_confidence.calibration_errors(log_odds, accepted, kept[: len(fitted)].cpu())
         kept[: len(fitted)] = fitted.to(kept)
         return before, block_confidence.calibration_errors(log_odds, accepted, fitted)
-
-    def _table(self, state: State) -> Tensor:
-        return self._rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)
 
 
 def at_anchors(features: list[Tensor], anchors: Anchors) -> Tensor:

@@ -33,7 +33,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.kernels.reference.row_losses import ROW_LOSSES, SOFT_CROSS_ENTROPY
 from heads.nn import losses
-from heads.nn.blocks import MLP, Attention, LayerShape, RMSNorm, initialise_blocks
+from heads.nn.blocks import MLP, Attention, LayerShape, ResidualLayer, RMSNorm, initialise_blocks
 from heads.nn.feature import base
 from heads.nn.feature.chain import Chain, ChainDrafter
 from heads.nn.rope import Rope
@@ -72,7 +72,7 @@ class Config(base.LayerConfig):
             )
 
 
-class Layer(nn.Module):
+class Layer(ResidualLayer):
     """The decoder layer without a norm before its attention, which reads the fused vector."""
 
     def __init__(self, shape: LayerShape) -> None:
@@ -80,11 +80,6 @@ class Layer(nn.Module):
         self.self_attn = Attention(shape)
         self.mlp = MLP(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Output projection and MLP, both residual -> [B, T, H]."""
-        states = residual + self.self_attn.o_proj(attended)
-        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
 class Drafter(ChainDrafter):

@@ -43,7 +43,7 @@ from heads.nn.feature.base import label_loss, layer_shape
 from heads.nn.packing import Packing
 from heads.nn.rope import Rotation
 from heads.nn.target.drafting import SelfDrafter
-from heads.nn.target.layers import DraftLayer, KeptLayer
+from heads.nn.target.layers import DraftLayer, KeptLayer, require_ascending
 from heads.nn.target.llama import unlike_llama
 
 
@@ -101,13 +101,9 @@ def kept_layers(config: Config, info: TargetInfo) -> tuple[KeptLayer, ...]:
     if config.skip_ratio:
         kept = max(2, every - round(config.skip_ratio * every))
         layers = tuple(sorted({round(place * (every - 1) / (kept - 1)) for place in range(kept)}))
-    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < every:
-        name = "layers" if config.layers else "exit_layer"
-        given = list(config.layers) if config.layers else config.exit_layer
-        raise UserError(
-            f"head.{name} must name layers of the target in ascending order: it has {every} "
-            f"layers, numbered from 0; given {given}."
-        )
+    name = "layers" if config.layers else "exit_layer"
+    given = list(config.layers) or config.exit_layer
+    require_ascending(layers, every, f"head.{name}", given)
     for name in ("without_attention", "without_mlp"):
         stray = sorted(set(getattr(config, name)) - set(layers))
         if stray:

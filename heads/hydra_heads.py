@@ -273,8 +273,7 @@ class Drafter(FeatureDrafter):
         last = hidden[at]
         if layer is not None:
             normed, slots = layer.input_layernorm(hidden), run_slots(accepted)
-            table = self.rope.table(state.slots, hidden.device, hidden.dtype)
-            attended = attend_last(layer.self_attn, state, normed, slots, at, table)
+            attended = attend_last(layer.self_attn, state, normed, slots, at, self.rope)
             last = layer.finish(last, attended)
         state.output.copy_(last.squeeze(1))
         return state

@@ -30,7 +30,8 @@ from heads.api.drafter import Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
-from heads.nn.lookup.table import ChainCache, Fixed, History
+from heads.nn.drafting.plan import ChainCache, Fixed
+from heads.nn.lookup.history import History
 
 
 @config("head")

@@ -25,8 +25,8 @@ from heads.api.drafter import FORCED_TOKENS, Noise, Proposal, TargetStates
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape
+from heads.nn.drafting.plan import ChainCache, Fixed
 from heads.nn.drafting.state import last_valid
-from heads.nn.lookup.table import ChainCache, Fixed
 
 
 @config("head")

@@ -41,8 +41,9 @@ from heads.api.features import FeatureSpec
 from heads.api.one_pass import refuse_dartree
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape, TokenTree
+from heads.nn.drafting.plan import LastShape
+from heads.nn.lookup.history import History
 from heads.nn.lookup.pool import NgramPool
-from heads.nn.lookup.table import History
 
 PROMPT_CHUNK = 64
 """N-grams of a prompt collected at once."""
@@ -98,7 +99,7 @@ class Drafter:
         self.config = config
         self.info = info
         self.needs = FeatureSpec(verified=True)
-        self._layout: tuple[DraftShape, Layout] | None = None  # of the last shape asked for
+        self._layouts: LastShape[Layout] = LastShape()
 
     @property
     def levels(self) -> int:
@@ -106,10 +107,8 @@ class Drafter:
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
         """State after prefill: the window is filled from the prompt, the pool with its n-grams."""
-        if self._layout is None or self._layout[0] is not tree:
-            self._layout = tree, lay_out(self.config, tree, seen.tokens.device)
-        layout = self._layout[1]
         rows, device = seen.tokens.shape[0], seen.tokens.device
+        layout = self._layouts.get(tree, lambda: lay_out(self.config, tree, device))
         history = History.start(seen, tree.max_depth, capacity)
         pool = NgramPool.empty(rows, self.config.pool, self.config.ngram, device)
         window = seen.tokens.new_zeros(rows, self.levels, layout.columns)

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from heads.api.config import Size, config
 from heads.api.drafter import Noise, Proposal, TargetStates
-from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.one_pass import refuse_dartree
 from heads.api.target_info import TargetInfo
 from heads.api.tree import DraftShape, one_path
-from heads.nn.drafting.plan import TreePlan
-from heads.nn.lookup.table import History
+from heads.nn.drafting.plan import LastShape, TreePlan
+from heads.nn.lookup.history import History, require_lengths
 
 
 @config("head")
@@ -38,11 +37,7 @@ class Config:
     """Longest run of tokens compared (>= min_n)."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_n <= self.max_n:
-            raise UserError(
-                f"ngram needs 1 <= min_n <= max_n; given min_n={self.min_n}, max_n={self.max_n}. "
-                "Change head.min_n or head.max_n."
-            )
+        require_lengths("ngram", self.min_n, self.max_n)
 
 
 @dataclass
@@ -62,13 +57,12 @@ class Drafter:
         self.config = config
         self.info = info
         self.needs = FeatureSpec()
-        self._plan: tuple[DraftShape, TreePlan] | None = None  # of the last shape asked for
+        self._plans: LastShape[TreePlan] = LastShape()
 
     def start(self, seen: TargetStates, tree: DraftShape, capacity: int) -> State:
-        if self._plan is None or self._plan[0] is not tree:
-            refuse_dartree(tree)
-            self._plan = tree, TreePlan.of(one_path(tree, seen.tokens.device))
-        return State(History.start(seen, tree.max_depth, capacity), self._plan[1])
+        refuse_dartree(tree)
+        plan = self._plans.get(tree, lambda: TreePlan.of(one_path(tree, seen.tokens.device)))
+        return State(History.start(seen, tree.max_depth, capacity), plan)
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Fill the rank-0 path with the continuation found; other nodes repeat the root."""

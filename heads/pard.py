@@ -19,7 +19,7 @@ the drafter, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -128,11 +128,7 @@ class Drafter(SmallLM):
             text = sequence_attention(*given, packing)
             return torch.cat([text, in_chunks(part, count, chunk)], 1)
 
-        states = self.embed(tokens)
-        rotation = self._rope.at(positions, states.dtype)
-        for layer in self.model.layers:
-            states = layer(states, rotation, attend)
-        return cast(Tensor, self.model.norm(states))
+        return self._run(tokens, positions, attend)
 
     def loss(self, batch: TrainBatch) -> LossOutput:
         """The weighted objectives at supervised next tokens and at kept masks."""

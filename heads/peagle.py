@@ -215,8 +215,7 @@ class Drafter(TapDrafter):
         embedded, states = torch.cat([embedded, masked_embedding], 1), torch.cat([true, masked], 1)
         # [B, W + E], positions as well
         slots = torch.cat([run_slots(accepted), state.root_position[:, None] + masks], 1)
-        table = self._rope.table(state.slots, slots.device, states.dtype)
-        cosine, sine = look_up(table, slots)
+        cosine, sine = look_up(state.rotations(self._rope), slots)
         sight = UpTo.run(slots)
         wanted = torch.cat([last, (width + masks).expand(batch, -1)], 1)
         for index, layer in enumerate(self._layers):

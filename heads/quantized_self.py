@@ -29,7 +29,7 @@ from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
 from heads.nn.quantized import Int4Linear, Int8Linear, PackedLinear
 from heads.nn.target.drafting import SelfDrafter
-from heads.nn.target.layers import KeptLayer, MakeProduct
+from heads.nn.target.layers import KeptLayer, MakeProduct, require_ascending
 
 
 @config("head")
@@ -62,12 +62,7 @@ class Drafter(SelfDrafter):
 
     def __init__(self, config: Config, info: TargetInfo) -> None:
         layers = config.layers or tuple(range(info.num_layers))
-        ascending = list(layers) == sorted(set(layers))
-        if not ascending or not 0 <= layers[0] <= layers[-1] < info.num_layers:
-            raise UserError(
-                "head.layers must name layers of the target in ascending order: it has "
-                f"{info.num_layers} layers, numbered from 0; given {list(layers)}."
-            )
+        require_ascending(layers, info.num_layers, "head.layers", list(layers))
         super().__init__(config, info, tuple(KeptLayer(layer) for layer in layers))
         attended = info.num_attention_heads * info.head_dim
         inputs = {info.hidden_size, info.intermediate_size, attended}

@@ -35,7 +35,7 @@ from heads.api.tree import DraftShape
 from heads.nn.drafting.plan import Plan, PlanCache
 from heads.nn.lookup.archive import Archive, Writing
 from heads.nn.lookup.counts import Counted, fill_counted
-from heads.nn.lookup.table import History
+from heads.nn.lookup.history import History, require_lengths
 
 
 @config("head")
@@ -65,11 +65,7 @@ class Config:
     counts."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_n <= self.max_n:
-            raise UserError(
-                f"suffix needs 1 <= min_n <= max_n; given min_n={self.min_n}, max_n={self.max_n}. "
-                "Change head.min_n or head.max_n."
-            )
+        require_lengths("suffix", self.min_n, self.max_n)
 
 
 @dataclass

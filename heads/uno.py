@@ -48,10 +48,10 @@ from heads.kernels.reference.row_losses import ROW_LOSSES, TOTAL_VARIATION
 from heads.nn import init, losses
 from heads.nn.anchors import Anchors
 from heads.nn.block.attention import KeyValue, View, attend_blocks
-from heads.nn.block.losses import Objective, by_row_and_depth
+from heads.nn.block.losses import Objective, by_row_and_depth, sum_over_blocks
 from heads.nn.block.taught import Taught
 from heads.nn.blocks import Attend
-from heads.nn.checkpointing import network_part, recomputed
+from heads.nn.checkpointing import network_part
 from heads.nn.drafting.growth import fill
 from heads.nn.drafting.state import Cached as State
 from heads.nn.feature.base import teacher_logits
@@ -207,11 +207,8 @@ class Drafter(LayerDrafter):
             outputs = self._outputs(batch, contexts, piece, noise[:, first : first + chunk])
             return self._sums(batch, outputs, Taught.of(batch, piece, slots + 1))
 
-        starts = range(0, anchors.last.shape[1], chunk)
-        parts: list[losses.Sums] = (
-            [part(0)] if len(starts) == 1 else [recomputed(part, at) for at in starts]
-        )
-        weighed, plain, distance, correct, counts = (sum(each) for each in zip(*parts, strict=True))
+        sums = sum_over_blocks(part, anchors.last.shape[1], chunk)
+        weighed, plain, distance, correct, counts = sums
         mixed = partial(config.objective().mixed, distance=distance, counts=counts)
         total, values = mixed(weighed), mixed(plain)
         found = values.sum(0), correct.sum(0), counts.sum(0)

@@ -54,16 +54,14 @@ class ParityReport:
 
 
 @torch.no_grad()
-def check_parity(
-    target: TargetModel, drafter: Any, tokens: Documents, depth: int, tolerance: float | None = None
-) -> ParityReport:
+def check_parity(target: TargetModel, drafter: Any, tokens: Documents, depth: int) -> ParityReport:
     """Compare both paths of `drafter` at depths 1..`depth` along the given documents (each at least
     depth + 4 tokens long).
 
-    tolerance: largest relative difference allowed; by default that of the target's dtype. Raises
+    The target's dtype decides the largest relative difference allowed (`TOLERANCES`). Raises
     `ParityError`, which names the first depth and position that disagree, with both values.
     """
-    tolerance = TOLERANCES[target.dtype] if tolerance is None else tolerance
+    tolerance = TOLERANCES[target.dtype]
     if not isinstance(drafter, TrainableDrafter):
         return ParityReport(0, (), tolerance)
     short = [index for index, document in enumerate(tokens) if len(document) < depth + 4]

@@ -567,7 +567,11 @@ def plain_texts(
 @cache
 def _plain_texts(requests: tuple[Request, ...], family: str, recurrent: bool, settings: Any) -> Any:
     target = random_target(family, recurrent=recurrent)
-    engine = Engine(target, None, DecodeConfig(**dict(settings)))
+    return texts_of(Engine(target, None, DecodeConfig(**dict(settings))), requests)
+
+
+def texts_of(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]]:
+    """The tokens of an engine's answers, by the index of their requests."""
     return {done.request.index: done.tokens for done in engine.run(requests)}
 
 

@@ -1,4 +1,4 @@
-"""The processes of one training run: ranks, collective operations, and an orderly exit.
+"""The processes of one training run: ranks and collective operations.
 
 A single process needs no group, but DeepSpeed requires one (`always`). Under a launcher (torchrun,
 deepspeed) rank and size come from the environment, and the group uses NCCL on CUDA and gloo on the
@@ -7,10 +7,7 @@ CPU.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heads.api.errors import UserError
+from inference.leaving import leave_in_order
 
 JOIN_TIMEOUT = timedelta(hours=2)
 """Longest wait for another process: rank 0 measures tau alone while the others wait."""
-_HANDOVER_SECONDS, _HANDOVERS = 0.02, 5
 
 
 @dataclass(frozen=True)
@@ -108,29 +105,6 @@ def restart_store(rank: int, size: int) -> dist.Store:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a separate store."""
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
     return dist.PrefixStore(f"attempt_{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
-def leave_in_order() -> None:
-    """Register `leave_world` to run once, when the interpreter exits."""
-    atexit.unregister(leave_world)
-    atexit.register(leave_world)
-
-
-def leave_world() -> None:
-    """Leave the process group, so that the interpreter can end; runs at exit.
-
-    The pauses are needed because gloo's worker thread drops its references to the tensors after a
-    collective, and takes Python's lock for that. If the interpreter begins to exit while a worker
-    waits for the lock, Python ends the thread inside a C++ destructor and the process aborts
-    ("terminate called without an active exception") although all its work is done. A pause releases
-    the lock.
-    """
-    gc.collect()
-    for _ in range(_HANDOVERS):
-        time.sleep(_HANDOVER_SECONDS)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        time.sleep(_HANDOVER_SECONDS)
 
 
 def _number(variable: str, default: int) -> int:

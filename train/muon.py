@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from inference.processor import multiplies_bfloat16
+from inference.cpu import multiplies_bfloat16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iterated quintic polynomial: steep at zero, within [0.7, 1.2] around one."""

@@ -16,8 +16,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from heads.api.errors import UserError
+from inference.leaving import leave_in_order
 from inference.target.loading import TargetConfig, pick_device
-from train.distributed import leave_in_order
 
 # the fastest process waits for the slowest, which may have hours left
 JOIN_TIMEOUT = timedelta(days=7)

@@ -41,12 +41,11 @@ from heads.nn.matrices import is_table, set_matrix
 from inference.integrity import require_unchanged
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from train.lora import ADAPTER, inject
 
 logger = logging.getLogger(__name__)
 LoadTarget = Callable[[TargetConfig], TargetModel]
 
-ADAPTER = "default"
-"""The one adapter's name inside peft's layers."""
 _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
@@ -250,19 +249,8 @@ def add_updates(drafter: TrainableDrafter, config: RefreshConfig, seed: int) -> 
             f"train.refresh.lora_rank={config.lora_rank}, but kind '{drafter.kind}' has no linear "
             "layers of its own. Use train.refresh.lora_rank=0 to train all its weights."
         )
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise UserError(
-            f"train.refresh.lora_rank needs peft, which cannot be imported ({error}). Install it."
-        ) from error
     drafter.requires_grad_(False)
-    settings = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.alpha, target_modules=names, init_lora_weights=False
-    )
-    # the random values drawn there differ between processes and are replaced below
-    with torch.random.fork_rng([]):
-        inject_adapter_in_model(settings, drafter, ADAPTER)
+    inject(drafter, names, config.lora_rank, config.alpha, "train.refresh.lora_rank")
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():
         if name.endswith(_DOWN):

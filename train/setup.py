@@ -18,6 +18,7 @@ from torch import Tensor
 from heads.api.checkpoint import new_drafter, refuse_unset, save_adapter, save_drafter
 from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
+from inference.cpu import multiplies_bfloat16
 from inference.decoding.config import DecodeConfig
 from inference.decoding.requests import Completion, Request
 from inference.folders import CHECKPOINT, replace_part, restore
@@ -27,7 +28,6 @@ from inference.measure.metrics import TauEstimate
 from inference.measure.prompts import Prompt, select_prompts, to_requests
 from inference.measure.run import tau_in_rows_that_fit
 from inference.parity import check_parity
-from inference.processor import multiplies_bfloat16
 from inference.target.memory import BatchMemoryError
 from inference.target.settings import loading_text
 from train.averaging import WeightAverage

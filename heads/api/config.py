@@ -65,7 +65,6 @@ def zero_or_usable(value: float) -> float:
 
 
 PositiveInt = Annotated[int, Ge(1), Le(MOST)]
-AtLeastTwo = Annotated[int, Ge(2), Le(MOST)]
 NonNegativeInt = Annotated[int, Ge(0), Le(MOST)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 LongSeed = Annotated[int, Ge(0), Lt(2**62)]
@@ -102,7 +101,6 @@ Port = Annotated[int, Ge(0), Le(65_535)]
 NonEmpty = Annotated[tuple[Item, ...], MinLen(1)]
 BOUNDED = (
     "PositiveInt",
-    "AtLeastTwo",
     "NonNegativeInt",
     "Seed",
     "LongSeed",

@@ -127,35 +127,33 @@ def read_as(cls: type[T], path: Path, advice: str = ADVICE) -> T:
         raise UserError(f"'{path}' does not fit: {error} {advice}") from error
 
 
-def read_json_lines(path: Path, advice: str = ADVICE) -> Iterator[tuple[int, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield number (from 1) and values of each line of a JSON lines file, except empty ones; raises
     `UserError`."""
-    with refusing(f"'{path}'", advice, OSError, ValueError), path.open("rb") as file:
+    with refusing(f"'{path}'", ADVICE, OSError, ValueError), path.open("rb") as file:
         number = 0
         while line := file.readline(LARGEST_LINE):
             number += 1
             if len(line) == LARGEST_LINE:
                 raise UserError(
-                    f"'{path}' line {number} is longer than {LARGEST_LINE:,} bytes. {advice}"
+                    f"'{path}' line {number} is longer than {LARGEST_LINE:,} bytes. {ADVICE}"
                 )
             if line.strip().removeprefix(BOM_UTF8):
-                yield number, parse_json(line, f"'{path}' line {number}", advice)
+                yield number, parse_json(line, f"'{path}' line {number}")
 
 
-def parse_yaml(text: str, name: str, advice: str = ADVICE) -> Any:
-    """The values of a YAML text, plain types only; raises `UserError`."""
+def read_yaml(path: Path, advice: str = ADVICE) -> Any:
+    """The values of a YAML file, plain types only; raises `UserError`."""
+    text = read_text(path, advice, LARGEST_YAML)
     try:
         values = yaml.safe_load(text)
         _require_shallow(values, MOST_VALUES)
     except _BROKEN_YAML as error:
         said = " ".join(str(error).split())[:200]
-        raise UserError(f"{name} is broken: no YAML of plain values ({said}). {advice}") from error
+        raise UserError(
+            f"'{path}' is broken: no YAML of plain values ({said}). {advice}"
+        ) from error
     return values
-
-
-def read_yaml(path: Path, advice: str = ADVICE) -> Any:
-    """The values of a YAML file; raises `UserError`."""
-    return parse_yaml(read_text(path, advice, LARGEST_YAML), f"'{path}'", advice)
 
 
 def read_yaml_object(path: Path, advice: str = ADVICE) -> dict[str, Any]:

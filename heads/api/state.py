@@ -98,17 +98,16 @@ class Snapshot:
     """A copy of a state's present content, from which the state can be restored in place.
 
     A state may name fields in a class attribute `behind_root`: caches indexed by position, of which
-    nothing behind the root is read before it is written again. Those are not copied. shared: also
-    restore tensors that commits write and rows share (the texts that lookups remember).
+    nothing behind the root is read before it is written again. Those are not copied.
     """
 
-    def __init__(self, state: Any, *, shared: bool = False) -> None:
-        self._state, self._shared = state, shared
-        self._saved = [(value, value.clone()) for value in state_tensors(state, shared)]
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._saved = [(value, value.clone()) for value in state_tensors(state)]
 
     def restore(self) -> None:
         """Restore the state, which must hold the same tensor objects as it did then."""
-        now = state_tensors(self._state, self._shared)
+        now = state_tensors(self._state)
         for (value, before), held in zip(self._saved, now, strict=True):
             assert held is value, "a drafter must update its state in place to have it put back"
             value.copy_(before)
@@ -116,26 +115,25 @@ class Snapshot:
 
 @contextmanager
 def scratch(state: Any) -> Iterator[None]:
-    """Restore every tensor of a drafter's state at the end of the block, those that rows share
-    included; see `Snapshot`."""
-    saved = Snapshot(state, shared=True)
+    """Restore every tensor of a drafter's state at the end of the block; see `Snapshot`."""
+    saved = Snapshot(state)
     yield
     saved.restore()
 
 
-def state_tensors(state: Any, shared: bool = False) -> Iterator[Tensor]:
-    """The tensors of a state that a commit changes and that must be restored. shared: include those
-    that rows share, except constants (frozen dataclasses)."""
+def state_tensors(state: Any) -> Iterator[Tensor]:
+    """The tensors of a state that a commit changes and that must be restored, also those that rows
+    share (the texts that lookups remember), but no constants (frozen dataclasses)."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, (list, tuple)):
         for item in state:
-            yield from state_tensors(item, shared)
-    elif _has_rows(state) or (shared and is_dataclass(state) and not _is_constant(state)):
+            yield from state_tensors(item)
+    elif _has_rows(state) or (is_dataclass(state) and not _is_constant(state)):
         left_out = getattr(type(state), "behind_root", ())
         for item in fields(state):
             if item.name not in left_out:
-                yield from state_tensors(getattr(state, item.name), shared)
+                yield from state_tensors(getattr(state, item.name))
 
 
 def _is_constant(state: Any) -> bool:

@@ -29,10 +29,10 @@ BROKEN = (
 """Errors that the library and torch raise for a file that is damaged or of another format."""
 
 
-def read_tensors(path: Path, advice: str = ADVICE, device: str = "cpu") -> dict[str, Tensor]:
+def read_tensors(path: Path, advice: str = ADVICE) -> dict[str, Tensor]:
     """All tensors of a file; raises `UserError`."""
     with refusing(f"'{path}'", advice, *BROKEN):
-        tensors: dict[str, Tensor] = load_file(str(path), device=device)
+        tensors: dict[str, Tensor] = load_file(str(path))
     return tensors
 
 
@@ -58,9 +58,9 @@ def write_tensors(
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def tensor_shapes(path: Path, advice: str = ADVICE) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of a file's tensors, without reading them; raises `UserError`."""
-    with open_tensors(path, advice) as file:
+    with open_tensors(path) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 

@@ -111,7 +111,22 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query [B, T, h, D], key, value [B, T, g, D]) -> [B, T, h * D]."""
 
 
-class DecoderLayer(nn.Module):
+class ResidualLayer(nn.Module):
+    """The parts that layers of all kinds have, and how they end."""
+
+    self_attn: Attention
+    mlp: MLP
+    post_attention_layernorm: RMSNorm
+
+    @network_part
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer after its attention: output projection and MLP, both residual ->
+        [B, T, H]."""
+        states = residual + self.self_attn.o_proj(attended)
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
+
+
+class DecoderLayer(ResidualLayer):
     """A Llama decoder layer: pre-norm attention and SwiGLU, each added to the residual stream."""
 
     def __init__(self, shape: LayerShape) -> None:
@@ -128,15 +143,10 @@ class DecoderLayer(nn.Module):
         key, value = self.self_attn.key_value(normed, rotation)
         return self.finish(states, attend(self.self_attn.query(normed, rotation), key, value))
 
-    @network_part
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer after its attention: output projection and MLP, both residual."""
-        states = residual + self.self_attn.o_proj(attended)
-        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
-
-class FusingLayer(nn.Module):
-    """The decoder layer whose attention reads embedding and feature, 2H side by side."""
+class FusingLayer(ResidualLayer):
+    """The decoder layer whose attention reads embedding and feature, 2H side by side. Its residual
+    stream is the feature."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -149,12 +159,6 @@ class FusingLayer(nn.Module):
     def read(self, embedded: Tensor, feature: Tensor) -> Tensor:
         """Embeddings and features [B, T, H] -> attention's input [B, T, 2H], embedding first."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1)
-
-    @network_part
-    def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """Output projection and MLP, both residual to the feature -> [B, T, H]."""
-        states = feature + self.self_attn.o_proj(attended)
-        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 
 def initialise_blocks(module: nn.Module, generator: torch.Generator, most: float = 0.0) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from heads.api.batch import LossOutput, TrainBatch
 from heads.api.config import OpenFraction, Warmth, Weight, config
-from heads.api.errors import UserError
 from heads.kernels.reference.row_losses import (
     ACCEPTANCE_NLL,
     CROSS_ENTROPY,
@@ -67,12 +66,7 @@ class ObjectiveConfig:
     """Temperature of both distributions in the soft objectives (> 0)."""
 
     def __post_init__(self) -> None:
-        weights = [getattr(self, name) for name in OBJECTIVES]
-        if min(weights) < 0 or max(weights) == 0:
-            raise UserError(
-                "a distilled drafter needs an objective: give a positive weight to one or more of "
-                f"head.{', head.'.join(OBJECTIVES)}, and none below 0; given {weights}."
-            )
+        losses.require_objective("distilled", {name: getattr(self, name) for name in OBJECTIVES})
 
     @property
     def weights(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ Legend: M positions, V vocabulary. p is the target's distribution, q the drafter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, cast
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from heads.api.batch import LossOutput, TrainBatch
+from heads.api.errors import UserError
 from heads.nn import chunks
 
 CHUNK_ELEMENTS = 1 << 25
@@ -220,6 +221,17 @@ def distractor_penalty(logits: Tensor, target_logits: Tensor, labels: Tensor) ->
     scores = widen(target_logits.detach())
     behind = (scores.gather(-1, labels[:, None]) - scores).clamp(min=0)
     return torch.linalg.vecdot(_log_softmax(logits).exp(), behind)
+
+
+def require_objective(sort: str, weights: Mapping[str, float]) -> None:
+    """Raise `UserError` unless the weights of a drafter's losses, by their keys of `head`, are not
+    negative and one is positive. sort: of the drafter, for the message."""
+    values = list(weights.values())
+    if min(values) < 0 or max(values) == 0:
+        raise UserError(
+            f"a {sort} drafter needs an objective: give a positive weight to one or more of "
+            f"head.{', head.'.join(weights)}, and none below 0; given {values}."
+        )
 
 
 Sums = tuple[Tensor, ...]

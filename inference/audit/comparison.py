@@ -278,11 +278,7 @@ class _Replay:
 
     def _at_once(self, place: int) -> Tensor:
         """Logits [V] before answer token `place`, from one causal pass over the whole text."""
-        tokens = self.text[:, : self.prompt + place]
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        needs = FeatureSpec(last_hidden=True)
-        _, hidden = self.target.features(tokens, positions, torch.ones_like(tokens), needs)
-        assert hidden is not None
+        hidden = self.target.last_states(self.text[:, : self.prompt + place])
         return self.target.weights.logits(hidden[:, -1])[0]
 
     def scores(self, logits: Tensor, place: int) -> Tensor:

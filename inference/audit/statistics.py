@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from heads.api.features import FeatureSpec
 from heads.api.tree import TokenTree
 from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
 from inference.decoding.sampling.processors import Prefix, process
@@ -40,12 +39,7 @@ def exact_distribution(
     for _ in range(length):
         answers = list(open_texts)
         tokens = torch.tensor([[*prompt, *answer] for answer in answers], device=target.device)
-        positions = torch.arange(tokens.shape[1], device=target.device)[None].expand_as(tokens)
-        _, hidden = target.features(
-            tokens, positions, torch.ones_like(tokens), FeatureSpec(last_hidden=True)
-        )
-        assert hidden is not None
-        logits = target.weights.logits(hidden[:, -1:])
+        logits = target.weights.logits(target.last_states(tokens)[:, -1:])
         lengths = torch.full((len(answers),), tokens.shape[1] - 1, device=target.device)
         root = TokenTree.chain(0, target.device)
         logits = process(logits, sampling, Prefix(tokens, lengths, tokens[:, -1:], root))

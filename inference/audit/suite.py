@@ -376,11 +376,10 @@ def decode_all(
 ) -> Decoded:
     """Decode all requests."""
     engine = Engine(target, drafter, decode)
-    done = {c.request.index: c for c in engine.run(requests)}
-    committed = [record.committed for found in done.values() for record in found.passes]
+    done = engine.completions(requests)
+    committed = [record.committed for found in done for record in found.passes]
     per_pass = sum(committed) / len(committed) if committed else 0.0
-    answers = [done[request.index].tokens for request in requests]
-    return Decoded(answers, per_pass, engine.captured)
+    return Decoded([found.tokens for found in done], per_pass, engine.captured)
 
 
 def likeliest(prompt: Text, exact: Mapping[Text, float]) -> dict[Text, list[int]]:

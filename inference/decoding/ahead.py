@@ -209,7 +209,7 @@ class AheadDrafter:
     def _draft(self, state: Any, foreseen: Foreseen) -> tuple[Snapshot, Proposal, float]:
         """Commit the assumed run and draft from it. Runs in the worker."""
         began = time.perf_counter()
-        before = Snapshot(state, shared=True)
+        before = Snapshot(state)
         with drafter_kernel():  # a block of the thread that verifies does not hold here
             after = self.drafter.commit(state, foreseen.run)
             assert after is state, "a drafter must update its state in place to draft ahead"

@@ -66,22 +66,21 @@ class Lanes:
     ) -> None:
         self.target, self.decode, self.tree, self.clock = target, decode, tree, clock
         self.capacity, self.details = capacity, details
-        self.cache = target.new_cache(rows, capacity)
+        self.cache, vocab = target.new_cache(rows, capacity), target.info.vocab_size
         typical = {"epsilon": decode.typical_epsilon, "delta": decode.typical_delta}
         name = sampling_rule(decode.rule, decode.shape) if own_settings else decode.acceptance
         self.rule = get_rule(name, tree, share_noise=decode.share_noise, **typical)
         self.settings = decode.sampling()
-        self.processors = Processors(self.settings, target.info.vocab_size, target.device)
+        self.processors = Processors(self.settings, vocab, target.device)
         history = capacity + tree.max_depth + 2 if self.settings.uses_prefix else 0
         self.rows = Rows.empty(rows, target.device, history)
         self.state: Any = None
         self.eos = torch.tensor(target.eos_token_ids, dtype=torch.int64, device=target.device)
         self.own: RowSettings | None = None
         if own_settings:
-            static, vocab = target.device.type == "cuda" or decode.compiles, target.info.vocab_size
+            static = target.device.type == "cuda" or decode.compiles
             self.own = RowSettings(rows, self.settings, vocab, target.device, static)
-        size = target.info.vocab_size
-        self.grammars = RowGrammars(rows, tree, size, target.device)
+        self.grammars = RowGrammars(rows, tree, vocab, target.device)
         self.wishes = StepWishes()
         self._work_with(drafter)
 

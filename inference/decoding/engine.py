@@ -174,8 +174,7 @@ class Engine:
         """
         engine = self.with_settings(**changes)
         requests = engine.requests(as_list(prompts), seeds)
-        done = {completion.request.index: completion for completion in engine.run(requests)}
-        return [engine._answer(done[request.index]) for request in requests]
+        return [engine._answer(done) for done in engine.completions(requests)]
 
     def stream(self, prompt: Prompt, seed: int | None = None, **changes: Any) -> Iterator[str]:
         """Answer a prompt piece by piece; leaving the loop stops decoding. changes: see
@@ -238,6 +237,11 @@ class Engine:
         return self._kept.lanes is not None and self._kept.lanes.runner.captured
 
     # Token ids in, completions out
+
+    def completions(self, requests: Sequence[Request]) -> list[Completion]:
+        """The completions of all requests, in the order of the requests; see `run`."""
+        done = {completion.request.index: completion for completion in self.run(requests)}
+        return [done[request.index] for request in requests]
 
     @torch.no_grad()
     def run(
@@ -485,8 +489,8 @@ class Engine:
         shared = {parameter.data_ptr() for parameter in self.target.model.parameters()}
         parts = [part for part in unwrapped(self.drafter) if isinstance(part, TrainableDrafter)]
         own = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
-        drafter = sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in shared)
-        weights = sum(p.numel() * p.element_size() for p in self.target.model.parameters())
+        drafter = sum(tensor.nbytes for tensor in own if tensor.data_ptr() not in shared)
+        weights = sum(parameter.nbytes for parameter in self.target.model.parameters())
         return {"target": weights, "drafter": drafter, "kv": self._kept.last_bytes}
 
 

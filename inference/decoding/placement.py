@@ -188,12 +188,12 @@ class PlacedDrafter:
 
     def _over(self, value: Tensor) -> Tensor:
         self.transfer.moves_in += 1
-        self.transfer.bytes_in += value.numel() * value.element_size()
+        self.transfer.bytes_in += value.nbytes
         return self._move(value, self.device)
 
     def _back(self, value: Tensor) -> Tensor:
         self.transfer.moves_out += 1
-        self.transfer.bytes_out += value.numel() * value.element_size()
+        self.transfer.bytes_out += value.nbytes
         return self._move(value, self.target_device)
 
     def _move(self, value: Tensor, device: torch.device) -> Tensor:

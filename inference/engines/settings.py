@@ -67,8 +67,6 @@ SETTINGS = (
         "",
     ),
 )
-ABSENT = ("speculative_token_tree", "disable_by_batch_size")
-"""Fields that other versions of vLLM had, but the version of the table does not have."""
 
 
 def markdown() -> str:

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inference.processor import is_intel
+from inference.cpu import is_intel
 
 MAX_ROWS = 64
 """Above this many rows the plain path is as fast."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
 from heads.nn.losses import kl_divergence
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -111,10 +110,5 @@ def greedy_answers(
 def _log_probabilities(target: TargetModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """log p [M, V] of every answer token, in float32 or float64."""
     tokens = torch.tensor([[*prompt, *answer]], device=target.device)
-    positions = torch.arange(tokens.shape[1], device=target.device)[None]
-    _, hidden = target.features(
-        tokens, positions, torch.ones_like(tokens, dtype=torch.int32), FeatureSpec(last_hidden=True)
-    )
-    assert hidden is not None
-    logits = target.weights.logits(hidden[0, len(prompt) - 1 : -1])
+    logits = target.weights.logits(target.last_states(tokens)[0, len(prompt) - 1 : -1])
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

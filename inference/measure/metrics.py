@@ -288,11 +288,11 @@ class Gain:
     accepted_ci95: tuple[float, float]
 
 
-def gain(new: Totals, old: Totals, seed: int = 0) -> Gain:
+def gain(new: Totals, old: Totals) -> Gain:
     """The gain of `new` over `old`. Raises `UserError` if one of them verified nothing."""
     new = new.like(old)
-    here, before = tau_estimate(new, seed), tau_estimate(old, seed)
-    weights = old.resampled(seed)
+    here, before = tau_estimate(new), tau_estimate(old)
+    weights = old.resampled(seed=0)
     passes = (weights @ new.passes, weights @ old.passes)
     drawn = (passes[0] > 0) & (passes[1] > 0)
     theirs, ours = (

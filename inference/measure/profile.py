@@ -113,7 +113,7 @@ def take_turns(engines: Mapping[Key, Engine], blocks: Blocks, batch: int) -> dic
             engine = engines[name]
             forget(engine.drafter)
             engine.clock.reset()
-            done = sorted(engine.run(block), key=lambda completion: completion.request.index)
+            done = engine.completions(block)
             engine.clock.require_agreement()
             found[name].append(Turn(done, dict(engine.clock.seconds), engine.clock.passes))
     return found

@@ -164,14 +164,13 @@ def roofline(
     drafters: Sequence[schema.DrafterResult],
     text: Sequence[int],
     lengths: Mapping[str, float],
-    bandwidth: schema.BandwidthFacts | None = None,
 ) -> schema.Roofline:
     """The `roofline` block of report.json.
 
     text: token ids of real text. lengths: "baseline" and every arm -> mean cached tokens of its
-    steps. bandwidth: from an earlier probe; None probes now.
+    steps.
     """
-    bandwidth = bandwidth or probe_bandwidth(target.device, target.dtype)
+    bandwidth = probe_bandwidth(target.device, target.dtype)
     size = TargetBytes.of(target)
     plain_bytes = size.step(1, lengths["baseline"])
     by_name = {arm.name: arm for arm in arms}

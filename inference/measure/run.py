@@ -66,7 +66,7 @@ from inference.measure.profile import profile
 from inference.measure.prompts import Prompt, Requests, behind_others, to_requests
 from inference.measure.roofline import roofline
 from inference.measure.turns import every_turn
-from inference.measure.verifications import write_records
+from inference.measure.verification_records import write_records
 from inference.report import claims
 from inference.report import model as schema
 from inference.target.hardware import device_facts

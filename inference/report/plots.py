@@ -54,10 +54,13 @@ def plot_all(reports: Mapping[str, Report], out: Path) -> list[Path]:
     )
     drawn = [draw(some) for some, *draws in known if some for draw in draws]
     names = [draw.__name__ for some, *draws in known if some for draw in draws]
-    return [_save(figure, out / f"{name}.png") for figure, name in zip(drawn, names, strict=True)]
+    return [
+        save_figure(figure, out / f"{name}.png") for figure, name in zip(drawn, names, strict=True)
+    ]
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a PNG and close the figure; returns the path."""
     content = BytesIO()
     figure.savefig(content, dpi=130, format="png", bbox_inches="tight", facecolor="white")
     plt.close(figure)
@@ -74,7 +77,8 @@ def _styles(reports: Mapping[str, Report]) -> dict[str, tuple[str, str]]:
     }
 
 
-def _tidy(axes: Axes, grid: Literal["y", "both"] = "y") -> None:
+def tidy(axes: Axes, grid: Literal["y", "both"] = "y") -> None:
+    """Draw a light grid behind the data, without the frame's upper and right sides."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -154,7 +158,7 @@ def _draw_acceptance(
         shares = [values[i] for i in shown]
         places = [i + 1 for i in shown]
         axes.plot(places, shares, color=colour, marker=marker, clip_on=False, label=drafter.name)
-    _tidy(axes)
+    tidy(axes)
     axes.set_ylim(0, 1.02)
     axes.set_xticks(range(1, deepest + 1))
 
@@ -182,7 +186,7 @@ def speedup(reports: Mapping[str, Report]) -> Figure:
                     axes.plot([at, at], intervals[domain], color=DARK, linewidth=1.2)
         _mark_plain_speed(axes)
         axes.set_xticks(range(len(groups)), groups)
-        _tidy(axes)
+        tidy(axes)
 
     width = max(5.5, 0.42 * max(bars, default=1))
     return _panels(reports, width, 3.4, draw, y_label="speedup over plain decoding")
@@ -238,7 +242,7 @@ def _draw_contexts(
             axes.plot([place, place], getattr(one, f"{which}_ci95"), color=colour, linewidth=1.2)
     _mark_plain_speed(axes)
     axes.set_xticks(range(len(places)), list(places))
-    _tidy(axes)
+    tidy(axes)
 
 
 def _batch_points(report: Report) -> list[ProfilePoint]:
@@ -274,7 +278,7 @@ def speedup_by_batch(reports: Mapping[str, Report]) -> Figure:
                 )
             axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
         _mark_plain_speed(axes)
-        _tidy(axes)
+        tidy(axes)
 
     labels = ("rows decoded together", "speedup over plain decoding")
     return _panels(reports, 6.5, 3.8, draw, *labels)
@@ -312,32 +316,6 @@ def server(reports: Mapping[str, Report]) -> Figure:
         right.legend(frameon=False)
         left.set_title(_title(label, report), loc="left")
         for axes in (left, right):
-            _tidy(axes)
+            tidy(axes)
     figure.tight_layout()
     return figure
-
-
-@mpl.rc_context({"text.parse_math": False})  # see `plot_all`
-def families(rows: Mapping[str, Mapping[str, float]], path: Path) -> Path:
-    """One PNG: for every drafter (row) a dot per measurement; tau left, speedup right.
-
-    rows: drafter to a measurement's title to tau, and "speedup"; drawn from top to bottom.
-    """
-    names = list(rows)
-    titles = [title for title in next(iter(rows.values())) if title != "speedup"]
-    size = (11, 0.32 * len(names) + 1.6)
-    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, width_ratios=(3, 1))
-    places = range(len(names), 0, -1)
-    for index, title in enumerate(titles):
-        taus, colour = [rows[name][title] for name in names], COLOURS[index]
-        left.plot(taus, places, linestyle="none", marker=MARKERS[index], color=colour, label=title)
-    right.barh(places, [rows[name]["speedup"] for name in names], color=COLOURS[5], height=0.7)
-    right.axvline(1.0, color="#555555", linewidth=1.0)
-    left.set_yticks(list(places), names)
-    left.set_xlabel("tau (committed tokens per verify pass)")
-    right.set_xlabel("speedup, chain, T=0")
-    for axes in (left, right):
-        _tidy(axes, "both")
-    left.legend(loc="lower right", frameon=False)
-    figure.tight_layout()
-    return _save(figure, path)

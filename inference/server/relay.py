@@ -14,7 +14,6 @@ import logging
 import socket
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -281,8 +280,6 @@ def run_relay(
         asyncio.run(_run(relay, site, listening, config.grace_seconds, started))
     finally:
         recorder.stop()
-        with suppress(OSError):
-            listening.close()
 
 
 async def _run(

@@ -19,8 +19,8 @@ CLOSE_SECONDS = 5.0
 
 class Server:
     """A service on a bound socket. The first signal drains it (new requests get 503, running ones
-    end); the second ends it at once. failed: the engine has failed permanently; ended: nothing is
-    accepted any more. Raises `UserError` for certificates that cannot be used."""
+    end); the second ends it at once. failed: the engine has failed permanently. Raises `UserError`
+    for certificates that cannot be used."""
 
     def __init__(
         self, service: Service, listening: socket.socket, started: Callable[[], None] = lambda: None
@@ -35,7 +35,7 @@ class Server:
             server_context("serve", config.ssl_certfile, config.ssl_keyfile),
             service.refused,
         )
-        self.failed = self.ended = False
+        self.failed = False
         self._end = asyncio.Event()
         self._forced = False
         self._draining: asyncio.Task[None] | None = None
@@ -53,7 +53,6 @@ class Server:
             front.start()
             self.started()
             await self._end.wait()
-            self.ended = True
             await front.close(0.0 if self._forced else CLOSE_SECONDS)
 
     def _signal(self) -> None:
@@ -90,5 +89,4 @@ def serve(
         server.run()
     finally:
         service.stop()
-        listening.close()
     return 1 if server.failed else 0

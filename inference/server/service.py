@@ -279,6 +279,7 @@ class Service:
             raise
         name = f"{'chatcmpl' if asked.kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
         tickets: list[Ticket] = []
+        most = asked.logprobs
         for prompt, limit in zip(prompts, limits, strict=True):
             seed = secrets.randbits(63) if asked.seed is None else asked.seed
             for number in range(asked.choices):
@@ -292,7 +293,7 @@ class Service:
                     domain=self.config.domain(domain),
                     created=created,
                     client=place.client,
-                    logprobs=_wanted_logprobs(asked),
+                    logprobs=None if most is None else Logprobs(most, asked.echo),
                 )
                 tickets.append(Ticket(job, self, places[own]))
         for ticket in tickets:
@@ -468,11 +469,6 @@ class Service:
             "root": self.engine.target.info.id,
             "max_model_len": self.context,
         }
-
-
-def _wanted_logprobs(asked: Asked) -> Logprobs | None:
-    """The log-probabilities that the decoder must compute, or None."""
-    return None if asked.logprobs is None else Logprobs(asked.logprobs, asked.echo)
 
 
 def _without_text(event: Piece | Done) -> Piece | Done:

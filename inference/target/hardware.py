@@ -13,7 +13,7 @@ from typing import TypedDict
 
 import torch
 
-from inference.processor import processor_name
+from inference.cpu import processor_name
 
 logger = logging.getLogger(__name__)
 

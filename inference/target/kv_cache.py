@@ -80,7 +80,7 @@ class Storage:
         return cls(buffer(shape.key_size), buffer(shape.value_size))
 
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
+        return self.keys.nbytes + self.values.nbytes
 
 
 class Storages:

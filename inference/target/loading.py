@@ -212,7 +212,7 @@ def load_model(config: TargetConfig) -> Any:
     quantised = quantization_settings(config.quantization, own, DTYPES[config.dtype_name], device)
     options: dict[str, Any] = {} if quantised is None else {"quantization_config": quantised}
     if ranks is not None:
-        options |= _split(config, described, ranks)
+        options |= _split(described, ranks)
     elif own is not None or quantised is not None:
         # packed weights are created on their device and cannot be moved
         options["device_map"] = {"": device}
@@ -347,7 +347,7 @@ def text_alone(model: Any) -> Any:
     return model
 
 
-def _split(config: TargetConfig, described: Any, ranks: parallel.Ranks) -> dict[str, Any]:
+def _split(described: Any, ranks: parallel.Ranks) -> dict[str, Any]:
     """The options for loading with tensor parallelism. Raises `UserError` for families without a
     plan in transformers."""
     text = described.get_text_config()
@@ -417,11 +417,6 @@ def decoder_layers(config: Any) -> int:
     """Decoder layers of a text config's model. A layer of LongCat has two attention blocks, and its
     num_hidden_layers counts the blocks."""
     return int(config.num_layers if config.model_type == TWO_BLOCKS else config.num_hidden_layers)
-
-
-def is_indexed(config: Any) -> bool:
-    """Whether a text config's model has layers that choose keys by an indexer."""
-    return config.model_type in INDEXED
 
 
 def usable_positions(config: Any) -> tuple[int, str]:

@@ -219,7 +219,7 @@ def blank_states(drafter: Any, rows: int, target: TargetInfo, like: Tensor) -> T
 def tensor_bytes(state: Any) -> int:
     """Bytes of all tensors in a drafter's state, nested dataclasses and lists included."""
     if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
+        return state.nbytes
     if is_dataclass(state):
         return sum(tensor_bytes(getattr(state, item.name)) for item in fields(state))
     if isinstance(state, (list, tuple)):

@@ -76,7 +76,7 @@ class TargetModel:
         self._state_shapes: dict[Key, StateShape] = {}
         self.recurrent = install(model) > 0
         config = model.config.get_text_config()
-        self.indexed = loading.is_indexed(config)
+        self.indexed = config.model_type in loading.INDEXED
         # attention blocks; a layer may have two
         self._cached_layers = int(config.num_hidden_layers)
         self._masked = mark_layers(model, config) or self.indexed
@@ -227,6 +227,14 @@ class TargetModel:
         now = PackedPass.of(segments) if self.recurrent else None
         seen = self._run(tokens, positions, plan, None, needs.taps, now)
         return seen.taps, (seen.last_hidden if needs.last_hidden or needs.logits else None)
+
+    def last_states(self, texts: Tensor) -> Tensor:
+        """The last hidden states [B, T, H] of whole texts [B, T] int64; see `features`."""
+        positions = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
+        segments = torch.ones_like(texts, dtype=torch.int32)
+        _, last = self.features(texts, positions, segments, FeatureSpec(last_hidden=True))
+        assert last is not None
+        return last
 
     def cache_sizes(self) -> CacheSizes:
         """The sizes of a cache; reads one token if none was read before."""

@@ -145,24 +145,6 @@ def unpack_integers(packed: Tensor, bits: int, count: int, along: int) -> Tensor
     return codes.movedim(-1, along)
 
 
-def error_bound(parts: Mapping[str, Tensor]) -> Tensor:
-    """Bound on the error of weights [O, I] that `quantise` quantised.
-
-    int8: half a step. fp8: 2^-4 of the number (three mantissa bits), or half the smallest number.
-    nvfp4: the scale of the group, which is half the widest gap of e2m1, and at the ends of the
-    range also what the rounding of that scale cuts off (2^-4, or a half below e4m3's normal
-    numbers).
-    """
-    values = dequantise(parts, torch.float32)
-    scale = parts["weight_scale"].float()
-    if "weight_packed" in parts:
-        scale = (scale / parts["weight_global_scale"]).repeat_interleave(FP4_GROUP, 1)
-        return scale * torch.where(values.abs() >= FP4_MOST * scale * 0.999, 3.0, 1.0)
-    if parts["weight"].dtype == FP8:
-        return torch.maximum(values.abs() * 2.0**-4, scale * FP8_LEAST / 2) * (1 + 1e-6)
-    return (scale / 2 * (1 + 1e-5)).expand_as(values)
-
-
 def dequantise(
     parts: Mapping[str, Tensor], dtype: torch.dtype, block: Sequence[int] = ()
 ) -> Tensor:

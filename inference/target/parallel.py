@@ -13,11 +13,8 @@ the drafter, which runs independently in each.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,23 +26,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from heads.api.errors import UserError
+from inference.leaving import leave_in_order
 
 JOIN_TIMEOUT = timedelta(hours=2)
 """Longest wait for another process, for example one that is still loading a large target."""
-_HANDOVER_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among those that share the target, and its device."""
+    """The number of processes that share the target, and the device of this one."""
 
-    rank: int
     size: int
     device: torch.device
 
 
 def join_ranks(wanted: str) -> Ranks:
-    """This process's rank, in an initialised process group (NCCL on CUDA, gloo on the CPU).
+    """Join the processes that share a target, in a process group (NCCL on CUDA, gloo on the CPU).
 
     wanted: target.device. Raises `UserError` outside a launcher, for a single process, and for a
     device type other than the one that transformers splits over (CUDA if it is available).
@@ -74,17 +70,8 @@ def join_ranks(wanted: str) -> Ranks:
     device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=JOIN_TIMEOUT)
-        atexit.register(_leave)
-    return Ranks(rank, size, device)
-
-
-def _leave() -> None:
-    """Leave the process group at exit, with pauses as in `train.distributed.leave_world`."""
-    gc.collect()
-    time.sleep(_HANDOVER_SECONDS)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        time.sleep(_HANDOVER_SECONDS)
+        leave_in_order()
+    return Ranks(size, device)
 
 
 def _number(variable: str) -> int | None:

@@ -251,7 +251,7 @@ def survey(
     requests = task.block_requests([list(range(len(task.requests)))])[0]
     longest = deepest(config, target, drafter)
     plain = replace(decode.without_draft(), batch_size=min(16, len(requests)))
-    texts = sorted(Engine(target, None, plain).run(requests), key=lambda done: done.request.index)
+    texts = Engine(target, None, plain).completions(requests)
     ranks, accuracy = RankStatistics.empty(longest, 1), list[list[float]]()
     if config.nodes:
         chain = replace(decode, shape="chain", depth=longest)
@@ -302,5 +302,5 @@ def decoded(
     needed for rules whose text depends on the draft. A drafter that remembers answers forgets those
     to other drafts."""
     forget(drafter)
-    done = Engine(target, drafter, draft.on(decode)).run(requests)
-    return [item.passes for item in sorted(done, key=lambda item: item.request.index)]
+    engine = Engine(target, drafter, draft.on(decode))
+    return [done.passes for done in engine.completions(requests)]

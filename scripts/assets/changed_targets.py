@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from inference.cpu import multiplies_bfloat16
 from inference.folders import put_new
 from inference.manifest import write_json
-from inference.processor import multiplies_bfloat16
 from inference.target.chat import render_conversation
 from scripts.assets import cpp_headers, python_sources
 from scripts.assets.conversations import (
@@ -174,9 +174,7 @@ def write_prompts(
     write_rows(folder / "measuring.jsonl", [*bench, *headers["measuring"]])
 
 
-def unseen(
-    bench: Path, documents: Iterable[python_sources.Document], seed: int = 0
-) -> list[PromptRow]:
+def unseen(bench: Path, documents: Iterable[python_sources.Document]) -> list[PromptRow]:
     """Return prompts of the old domains that neither target nor drafters have seen: those of
     `bench`, and more from group B of `documents`."""
     found = [row for path in sorted(bench.glob("*.jsonl")) for row in read_rows(path)]
@@ -186,20 +184,18 @@ def unseen(
     )
     pairs = [pair for document in held_out for pair in pairs_of(document)]
     pairs = [pair for pair in pairs if is_askable(pair) and pair.source not in sources]
-    random.Random(seed).shuffle(pairs)
+    random.Random(0).shuffle(pairs)
     for domain in known:
         more = [pair for pair in pairs if pair.domain == domain][: UNSEEN - known[domain]]
-        found += prompt_rows(more, f"more-{domain}", random.Random(f"{seed}:more"))
+        found += prompt_rows(more, f"more-{domain}", random.Random("0:more"))
     # some wordings apply to several functions
     asked = {row["messages"][0]["content"]: row for row in found}
     return list(asked.values())
 
 
-def deal_halves(
-    rows: Sequence[PromptRow], seed: int = 0
-) -> tuple[list[PromptRow], list[PromptRow]]:
+def deal_halves(rows: Sequence[PromptRow]) -> tuple[list[PromptRow], list[PromptRow]]:
     """Split the rows at random into two parts, with half of every domain in each."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     parts: tuple[list[PromptRow], list[PromptRow]] = ([], [])
     for domain in dict.fromkeys(row["domain"] for row in rows):
         own = [row for row in rows if row["domain"] == domain]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from heads.api.errors import UserError
-from inference.processor import multiplies_bfloat16
+from inference.cpu import multiplies_bfloat16
 from scripts.assets import cpp_headers
 from scripts.assets.conversations import Pair, write_rows
 from scripts.assets.export import export

@@ -232,7 +232,7 @@ class HeldOut:
     bytes: int
 
 
-def load_heldout(folder: Path, length: int, limit: int | None = None) -> dict[str, HeldOut]:
+def load_heldout(folder: Path, length: int, limit: int | None) -> dict[str, HeldOut]:
     """Return the windows of group B: `code` (tokens of documents), `chat` (assistant tokens).
     limit: most tokens of each."""
     manifest = load_manifest(folder)

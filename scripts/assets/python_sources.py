@@ -109,9 +109,9 @@ def normalise(name: str) -> str:
     return re.sub(r"[-_.]+", "_", name).strip("_").lower()
 
 
-def from_stdlib(root: Path | None = None) -> Iterator[Document]:
+def from_stdlib() -> Iterator[Document]:
     """Yield the standard library's modules and their tests, in path order."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(root.rglob("*.py")):
         path = file.relative_to(root).as_posix()
         if not path.startswith(SKIPPED_STDLIB):
@@ -127,9 +127,9 @@ def from_topics() -> Iterator[Document]:
             yield Document("topics", topic, "prose", topic_group(topic), clean(text))
 
 
-def from_site_packages(root: Path | None = None, skip: Iterable[str] = ()) -> Iterator[Document]:
+def from_site_packages(skip: Iterable[str] = ()) -> Iterator[Document]:
     """Yield sources, prose and descriptions of installed packages, except those named in `skip`."""
-    root = root or Path(sysconfig.get_paths()["purelib"])
+    root = Path(sysconfig.get_paths()["purelib"])
     left_out = set(skip)
     for folder in sorted(root.iterdir()):
         name = normalise(folder.name.split("-")[0])

@@ -37,7 +37,7 @@ import conf
 from heads.api.config import shown
 from heads.api.errors import UserError, suggest
 from heads.api.kinds import offered_kinds
-from inference.processor import multiplies_bfloat16
+from inference.cpu import multiplies_bfloat16
 from scripts.config.fields import REPOSITORY, keys_named
 from scripts.config.stages import EXTRA_VARIABLE, GROUPS, OPTION_GROUPS, RECIPE_GROUPS, Stage
 

@@ -83,7 +83,7 @@ def read_flags(given: list[str], topics: tuple[str, ...] = ()) -> Flags:
         elif name in WITH_VALUE:
             allowed: tuple[str, ...] = topics if name == "--help" else WITH_VALUE[name]
             if not equals:
-                value = take(name, items, allowed)
+                value = take(name, items)
             require_value(name, value, allowed)
             if name == "--config-dir" and name in found:
                 value = os.pathsep.join([found.get(name), value])
@@ -106,16 +106,13 @@ def nearest(flag: str, value: str, topics: tuple[str, ...]) -> str:
     return f"{found} Settings are given without dashes, as key=value."
 
 
-def take(name: str, items: list[str], allowed: tuple[str, ...]) -> str:
+def take(name: str, items: list[str]) -> str:
     """The word after a flag, removed from the list; the default if the flag's value is optional."""
     follows = bool(items) and not items[0].startswith("-")
     if name not in OPTIONAL:
         return items.pop(0) if follows else ""
-    return (
-        items.pop(0)
-        if follows and "=" not in items[0] and items[0][:1] not in "~+"
-        else (OPTIONAL[name])
-    )
+    value = follows and "=" not in items[0] and items[0][:1] not in "~+"
+    return items.pop(0) if value else OPTIONAL[name]
 
 
 def require_value(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -18,9 +18,9 @@ from scripts.config.stages import OPTION_GROUPS, RECIPE_GROUPS, Stage
 ALL = "all"
 
 
-def stage_help(stage: Stage, overrides: list[str], topic: str = "") -> str:
+def stage_help(stage: Stage, overrides: list[str], topic: str) -> str:
     """The help text of a stage for the configuration that the overrides compose. topic: one of its
-    groups, or `all`. Raises `UserError` for any other topic."""
+    groups, `all`, or empty. Raises `UserError` for any other topic."""
     if topic and topic != ALL and topic not in stage.groups:
         raise UserError(
             f"--help {topic}: stage '{stage.name}' does not read such a group."

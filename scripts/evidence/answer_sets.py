@@ -28,7 +28,6 @@ import torch
 
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo
 from inference.manifest import (
     MANIFEST_FILE,
@@ -301,11 +300,7 @@ def _flatness_together(target: TargetModel, rows: Sequence[AnswerRow]) -> list[f
         tokens[number, :size] = torch.tensor(row["tokens"])
         supervised = mask_of([(low, high) for low, high in row["spans"]], size)
         predicts[number, : size - 1] = torch.from_numpy(supervised[1:])
-    positions = torch.arange(length).expand(len(rows), -1)
-    _, states = target.features(
-        tokens, positions, torch.ones_like(tokens, dtype=torch.int32), FeatureSpec(last_hidden=True)
-    )
-    assert states is not None
+    states = target.last_states(tokens)
     chances = target.weights.project(states[predicts]).float().softmax(-1)  # [M, V]
     flat = 1 / (chances.norm(dim=-1) * math.sqrt(chances.shape[-1]))
     parts = flat.split(predicts.sum(1).tolist())

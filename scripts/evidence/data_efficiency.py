@@ -25,7 +25,7 @@ disk has no room for it, the target runs in the trainings.
 All drafters decode chains of 7 at temperature 0 on prompts that no training saw. Intervals resample
 prompts, the same for all trainings, and seeds. Writes docs/reports/data_efficiency.{json,md} after
 every size and arm of a kind. Finished work is kept under --work, and the command continues after an
-interruption; other kinds, sizes and arms stay in the report, and the fits use all sizes there.
+interruption; other kinds, sizes, arms and seeds stay in the report, and the fits use all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -114,17 +114,45 @@ SIZES_NEEDED = {FLATTEST: 3}
 
 
 @dataclass(frozen=True)
+class Trained:
+    """A training, decoded. tokens: without padding; loop: how a loop of rounds ended."""
+
+    steps: int
+    tokens: int
+    totals: Totals
+    loop: Facts = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Measured:
-    """The trainings of a kind on the same answers, one per seed. answers: different ones; steps,
-    tokens: means over seeds, tokens without padding; recipe: `Study.recipe` of the training, empty
-    in reports of earlier versions; loops: how each loop of rounds ended."""
+    """The trainings of a kind on the same answers by seed, which ascend. answers: different ones,
+    the most of a training; recipe: `Study.recipe` of the trainings, empty in reports of earlier
+    versions."""
 
     answers: int
-    steps: float
-    tokens: float
-    totals: list[Totals]
+    by_seed: dict[int, Trained]
     recipe: str = ""
-    loops: list[Facts] = field(default_factory=list)
+
+    @property
+    def steps(self) -> float:
+        """The mean over seeds."""
+        return float(np.mean([one.steps for one in self.by_seed.values()]))
+
+    @property
+    def tokens(self) -> float:
+        """The mean over seeds."""
+        return float(np.mean([one.tokens for one in self.by_seed.values()]))
+
+    @property
+    def totals(self) -> list[Totals]:
+        return [one.totals for one in self.by_seed.values()]
+
+    def joined(self, earlier: Measured | None) -> Measured:
+        """These trainings and those of other seeds in `earlier`."""
+        if earlier is None:
+            return self
+        by_seed = dict(sorted({**earlier.by_seed, **self.by_seed}.items()))
+        return Measured(max(self.answers, earlier.answers), by_seed, self.recipe)
 
 
 @dataclass
@@ -151,18 +179,15 @@ class Study(Bench):
         words = [*family_overrides(kind), *UNMEASURED]
         return digest(decisive(settings_of("train", EXPERIMENT, *words)))
 
-    def measured(self, kind: str, checkpoints: Sequence[Path], answers: int) -> Measured:
+    def measured(self, kind: str, checkpoints: Mapping[int, Path], answers: int) -> Measured:
         """The drafters of all seeds, decoded."""
-        facts = [self.facts(checkpoint) for checkpoint in checkpoints]
-        decode = chain(DEPTH)
-        return Measured(
-            answers,
-            float(np.mean([one["steps"] for one in facts])),
-            float(np.mean([one["tokens"] for one in facts])),
-            [self.totals(checkpoint, "T=0", self.measuring, decode) for checkpoint in checkpoints],
-            self.recipe(kind),
-            [one["loop"] for one in facts if "loop" in one],
-        )
+        by_seed = {}
+        for seed, checkpoint in sorted(checkpoints.items()):
+            facts = self.facts(checkpoint)
+            totals = self.totals(checkpoint, "T=0", self.measuring, chain(DEPTH))
+            about = (facts["steps"], facts["tokens"], totals, facts.get("loop", {}))
+            by_seed[seed] = Trained(*about)
+        return Measured(answers, by_seed, self.recipe(kind))
 
     def on_curve(self, kind: str, size: int, seed: int) -> Path:
         """The checkpoint of a training on the first `size` answers."""
@@ -171,22 +196,23 @@ class Study(Bench):
         return self.train(f"{kind}-{size}-{seed}", *words, answers=answers, stored=True)
 
     def point(self, kind: str, size: int, seeds: Sequence[int]) -> Measured:
-        return self.measured(kind, [self.on_curve(kind, size, seed) for seed in seeds], size)
+        return self.measured(kind, {seed: self.on_curve(kind, size, seed) for seed in seeds}, size)
 
     def arm(self, kind: str, arm: str, seeds: Sequence[int]) -> Measured:
         """An arm, with as many steps as a training on the second size."""
         steps = int(self.facts(self.on_curve(kind, self.sizes[1], seeds[0]))["steps"])
         if arm == IN_ROUNDS:
-            loops = [self.in_rounds(kind, seed, steps) for seed in seeds]
-            return self.measured(kind, loops, max(self.facts(loop)["answers"] for loop in loops))
+            loops = {seed: self.in_rounds(kind, seed, steps) for seed in seeds}
+            most = max(self.facts(loop)["answers"] for loop in loops.values())
+            return self.measured(kind, loops, most)
         answers = self.answers_of(kind, arm, seeds)
         words, stored = [*family_overrides(kind), f"train.max_steps={steps}"], arm == REPEATED
-        checkpoints = [
-            self.train(
+        checkpoints = {
+            seed: self.train(
                 f"{kind}-{arm}-{seed}", *words, f"run.seed={seed}", answers=answers, stored=stored
             )
             for seed in seeds
-        ]
+        }
         return self.measured(kind, checkpoints, rows_in(answers))
 
     def answers_of(self, kind: str, arm: str, seeds: Sequence[int]) -> Path:
@@ -253,8 +279,8 @@ def report(given: argparse.Namespace) -> None:
         raise UserError(f"--sizes must be at least 1; given: {given.sizes}.")
     place = PLACES["embedded"]
     require_answers(place)
-    settings = {"seeds": given.seeds, "pool": pool, "passes": PASSES, "depth": DEPTH}
-    settings |= {"beyond": BEYOND, "answers": digest(answers_facts(place.answers))}
+    settings = {"pool": pool, "passes": PASSES, "depth": DEPTH, "beyond": BEYOND}
+    settings |= {"answers": digest(answers_facts(place.answers))}
     content = begin(given, settings)
     kinds: Facts = content.setdefault("kinds", {})
     found = {kind: found_in(entry) for kind, entry in kinds.items()}
@@ -275,14 +301,15 @@ def report(given: argparse.Namespace) -> None:
 
     for size in sorted(set(given.sizes)):
         for kind in given.kinds:
-            found.setdefault(kind, Found()).curve[size] = study.point(kind, size, given.seeds)
+            curve = found.setdefault(kind, Found()).curve
+            curve[size] = study.point(kind, size, given.seeds).joined(curve.get(size))
             write(kind)
     for arm in (arm for arm in given.arms if len(sizes) >= SIZES_NEEDED.get(arm, 2)):
         for kind in given.kinds:
-            curve = found[kind].curve
+            curve, arms = found[kind].curve, found[kind].arms
             if sizes[1] not in curve:
                 curve[sizes[1]] = study.point(kind, sizes[1], given.seeds)
-            found[kind].arms[arm] = study.arm(kind, arm, given.seeds)
+            arms[arm] = study.arm(kind, arm, given.seeds).joined(arms.get(arm))
             write(kind)
     print("\n".join(markdown(content)))
 
@@ -313,27 +340,29 @@ def require_same_sizes(out: Path, kinds: Facts, sizes: Sequence[int]) -> None:
                 )
 
 
-def sums_of(one: Measured) -> Facts:
-    """Committed tokens and passes by seed and prompt, from which a later command computes the fits
-    again."""
-    return {
-        "committed": [totals.committed.tolist() for totals in one.totals],
-        "passes": [totals.passes.tolist() for totals in one.totals],
-    }
+def seed_facts(seed: int, one: Trained) -> Facts:
+    """A training, with its committed tokens and passes by prompt, from which a later command
+    computes the fits again."""
+    facts: Facts = {"seed": seed, "steps": one.steps, "tokens": one.tokens}
+    facts |= {"committed": one.totals.committed.tolist(), "passes": one.totals.passes.tolist()}
+    return facts | ({"loop": one.loop} if one.loop else {})
+
+
+def trained_in(facts: Facts) -> Trained:
+    """The training of a `seed_facts`."""
+    names = [str(index) for index in range(len(facts["passes"]))]
+    nothing = np.zeros(len(names))
+    sums = (np.array(facts["committed"]), np.array(facts["passes"]), nothing, nothing)
+    totals = Totals(names, names, *sums, np.zeros((1, 1)), seconds={})
+    return Trained(facts["steps"], facts["tokens"], totals, facts.get("loop", {}))
 
 
 def found_in(entry: Facts) -> Found:
     """The results that a report has of a kind."""
 
     def measured(row: Facts) -> Measured:
-        totals = []
-        for committed, passes in zip(row["sums"]["committed"], row["sums"]["passes"], strict=True):
-            names = [str(index) for index in range(len(passes))]
-            nothing = np.zeros(len(passes))
-            sums = (np.array(committed), np.array(passes), nothing, nothing, np.zeros((1, 1)))
-            totals.append(Totals(names, names, *sums, seconds={}))
-        about = (row["answers"], row["steps"], row["tokens"], totals)
-        return Measured(*about, row.get("recipe", ""), row.get("loops", []))
+        by_seed = {one["seed"]: trained_in(one) for one in row["seeds"]}
+        return Measured(row["answers"], by_seed, row["recipe"])
 
     curve = {row["size"]: measured(row) for row in entry["points"]}
     return Found(curve, {arm: measured(row) for arm, row in entry.get("arms", {}).items()})
@@ -351,9 +380,8 @@ def summary(kind: str, found: Found, sizes: Sequence[int]) -> Facts:
             "tokens": one.tokens,
             "tau": tau,
             "tau_ci95": interval(resamples),
-            "sums": sums_of(one),
+            "seeds": [seed_facts(seed, trained) for seed, trained in one.by_seed.items()],
             "recipe": one.recipe,
-            **({"loops": one.loops} if one.loops else {}),
         }
         for one, (tau, resamples) in zip(measured, draws, strict=True)
     ]
@@ -427,7 +455,8 @@ def loop_lines(kinds: Facts) -> list[str]:
     switches that were turned off."""
     lines = []
     for kind, entry in kinds.items():
-        loops = entry.get("arms", {}).get(IN_ROUNDS, {}).get("loops", [])
+        trained = entry.get("arms", {}).get(IN_ROUNDS, {}).get("seeds", [])
+        loops = [one["loop"] for one in trained if "loop" in one]
         if loops:
             best = ", ".join(str(one["best_round"]) for one in loops)
             off = sorted({switch for one in loops for switch in one["off"]})
@@ -446,6 +475,7 @@ def markdown(content: Facts) -> list[str]:
         [
             kind,
             f"{row['answers']:,}",
+            len(row["seeds"]),
             f"{row['steps']:,.0f}",
             f"{row['tokens']:,.0f}",
             cell(row["tau"], row["tau_ci95"]),
@@ -469,6 +499,7 @@ def markdown(content: Facts) -> list[str]:
         [
             kind,
             row["way"],
+            len(row["seeds"]),
             f"{row['answers']:,}",
             f"{row['tokens']:,.0f}",
             cell(row["tau"], row["tau_ci95"]),
@@ -484,8 +515,7 @@ def markdown(content: Facts) -> list[str]:
         "",
         f"Trainings on the first answers of {settings['pool']:,} to different prompts of the "
         f"embedded target{beyond_pool(settings['pool'], kinds)}, {settings['passes']} passes each, "
-        "with the seeds "
-        f"{', '.join(map(str, settings['seeds']))}; chains of {settings['depth']} at temperature 0 "
+        f"with as many seeds as the tables say; chains of {settings['depth']} at temperature 0 "
         f"on {settings['prompts']} prompts that no training saw. Intervals: 95% bootstrap over "
         "prompts and seeds. A doubling is the factor on tau - 1 from so many answers to twice as "
         "many, by the form of the curve that is printed bold below. Made by "
@@ -493,7 +523,7 @@ def markdown(content: Facts) -> list[str]:
         "figures: the JSON file of the same name.",
         "",
         *markdown_table(
-            ["kind", "answers", "steps", "training tokens", "tau", "a doubling"], points
+            ["kind", "answers", "seeds", "steps", "training tokens", "tau", "a doubling"], points
         ),
         "",
         "tau - 1 = scale x answers^rate (power), or the same below a limit (saturating):",
@@ -524,6 +554,7 @@ def arm_lines(arms: Sequence[Sequence[str]], beyond: float) -> list[str]:
             [
                 "kind",
                 "trained on",
+                "seeds",
                 "different answers",
                 "training tokens",
                 "tau",

@@ -18,13 +18,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -35,7 +32,6 @@ from heads.api.checkpoint import load_drafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from inference.manifest import MANIFEST_FILE
-from inference.measure.vllm_process import inherited
 from inference.parity import check_parity
 from inference.report.markdown import markdown_table
 from scripts.evidence.common import Facts, cell, family_overrides, run_on_target
@@ -50,6 +46,7 @@ from scripts.evidence.small_targets import (
     save,
     some_of,
 )
+from scripts.evidence.vllm_server import VllmServer
 from scripts.tools.common import ROOT, command, cpu_target
 from train.data.pack import PackedData, parity_documents, read_documents
 from train.features.config import FeaturesConfig
@@ -59,14 +56,6 @@ from train.features.vllm.command import serve_command
 HEADS = ("eagle3", "dspark")
 PRECISIONS = {"float32": ("float32", "fp32"), "bfloat16": ("bfloat16", "bf16")}
 """target.dtype -> engine.precision and features.format."""
-PORT, READY_SECONDS = 8763, 600.0
-OWN = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
-}
-"""Environment of vLLM on a CPU; the connector is ours."""
 DEPTH, PARITY_DOCUMENTS = 4, 4
 LENGTH = 512
 """train.sequence_length of experiment=families."""
@@ -102,7 +91,6 @@ class EngineRun:
         self.work = given.work / dtype
         self.store = self.work / "store"
         self.config = FeaturesConfig(
-            servers=(f"http://127.0.0.1:{PORT}",),
             states=str((self.work / "states").resolve()),
             layers=tuple(range(self.target.info.num_layers + 1)),
         )
@@ -121,34 +109,18 @@ class EngineRun:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """vLLM with this command, until the block ends. Raises `UserError` if it does not start."""
-        python, address = self.given.python, self.config.servers[0]
+        python = self.given.python
         if not python.is_file():
             raise UserError(
                 f"there is no {python}; make it with `make serve-env`, or give --python."
             )
         words = [os.path.expandvars(word) for word in shlex.split(self.command)]
-        # the command line of vllm-cpu does not find its version
-        words = ["--model", *words[words.index("serve") + 1 :]]
-        run = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
-        run += ["--host", "127.0.0.1", "--port", str(PORT), "--enforce-eager"]
-        run += ["--max-num-seqs", "16"]
+        given = words[words.index("serve") + 1 :]
         self.work.mkdir(parents=True, exist_ok=True)
-        log = self.work / "vllm.log"
-        with log.open("ab") as out:
-            process = subprocess.Popen(
-                run, stdout=out, stderr=out, env={**inherited(), **OWN}, start_new_session=True
-            )
-        try:
-            begun = time.monotonic()
-            while not healthy(address):
-                if process.poll() is not None or time.monotonic() - begun > READY_SECONDS:
-                    raise UserError(f"vLLM does not come up; its last words are in '{log}'.")
-                time.sleep(1.0)
+        server = VllmServer(str(python), Path(given[0]), self.work / "vllm.log", 16, given[1:])
+        self.config = replace(self.config, servers=(server.address,))
+        with server.running():
             yield
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
     def differences(self) -> Facts:
         """Name of a state -> its relative difference over all tokens of some documents, and the
@@ -266,13 +238,6 @@ def parity(bench: Bench, checkpoint: Path) -> Facts:
     drafter = load_drafter(checkpoint, target.info, target.weights)
     made = check_parity(target, drafter, documents, DEPTH)
     return {"compared": made.compared, "worst": max(made.worst), "allowed": made.tolerance}
-
-
-def healthy(address: str) -> bool:
-    """Whether a server answers."""
-    with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
-        return True
-    return False
 
 
 # The page

@@ -27,13 +27,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
 
 from heads.api.errors import UserError
 from inference.decoding.rules.names import TEXT, promise
 from inference.manifest import MANIFEST_FILE, read_manifest
-from inference.report import plots
 from inference.report.claims import ratio_text
 from inference.report.markdown import list_conditions, markdown_table
 from inference.report.model import (
@@ -43,6 +45,7 @@ from inference.report.model import (
     TargetFacts,
     read_report,
 )
+from inference.report.plots import COLOURS, MARKERS, save_figure, tidy
 from scripts.evidence.common import (
     FAMILIES,
     Facts,
@@ -104,8 +107,34 @@ def report(given: argparse.Namespace) -> None:
     for row in by_tau(content):
         taus = {title: row["measured"][name]["tau"] for name, (_, title) in MEASURES.items()}
         bars[row["name"]] = {**taus, "speedup": row["measured"]["chain"]["speedup"]}
-    plots.families(bars, REPORTS / "families.png")
+    draw(bars, REPORTS / "families.png")
     print(f"{len(content['rows'])} rows")
+
+
+@mpl.rc_context({"text.parse_math": False})  # see `plot_all`
+def draw(rows: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """One PNG: for every drafter (row) a dot per measurement; tau left, speedup right.
+
+    rows: drafter to a measurement's title to tau, and "speedup"; drawn from top to bottom.
+    """
+    names = list(rows)
+    titles = [title for title in next(iter(rows.values())) if title != "speedup"]
+    size = (11, 0.32 * len(names) + 1.6)
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, sharey=True, width_ratios=(3, 1))
+    places = range(len(names), 0, -1)
+    for index, title in enumerate(titles):
+        taus, colour = [rows[name][title] for name in names], COLOURS[index]
+        left.plot(taus, places, linestyle="none", marker=MARKERS[index], color=colour, label=title)
+    right.barh(places, [rows[name]["speedup"] for name in names], color=COLOURS[5], height=0.7)
+    right.axvline(1.0, color="#555555", linewidth=1.0)
+    left.set_yticks(list(places), names)
+    left.set_xlabel("tau (committed tokens per verify pass)")
+    right.set_xlabel("speedup, chain, T=0")
+    for axes in (left, right):
+        tidy(axes, "both")
+    left.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    save_figure(figure, path)
 
 
 def grown_trees(folder: Path) -> Facts:

@@ -15,11 +15,11 @@ from inference.measure.metrics import Floats, divide, middle95, ratios, resample
 from inference.server.trial import ArmAnswer
 from scripts.evidence.common import Facts
 from scripts.evidence.served import Answer
+from scripts.evidence.trial_replay import replay
 from train.learning.comparison import BETTER, OPEN, WORSE, TrialTest, needed_evidence
 from train.learning.config import LearnConfig
 from train.learning.cycle import COLLECTED, CRASHED, REJECTED, SWAPPED, TRAINED
 from train.learning.journal import Entry
-from train.learning.simulation import replay
 
 FROZEN, LEARNED, RETRAINED = SIDES = ("frozen", "learned", "retrained")
 LOOK = 10

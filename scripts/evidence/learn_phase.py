@@ -158,8 +158,8 @@ class Phase:
         if rest:
             seconds = 60 * self.sizes.minutes * len(rest) / len(self.prompts)
             log = self.folder / "server.log"
-            with serving(self._server_words(), log, SERVER_THREADS) as (base, model):
-                ask_all(base, model, rest, self.sizes.clients, seconds, out)
+            with serving(self._server_words(), log, SERVER_THREADS) as server:
+                ask_all(server.base, server.model, rest, self.sizes.clients, seconds, out)
         once(self.folder / "served.json", lambda: self._now(learn))
         return read_answers(out)
 

@@ -24,20 +24,18 @@ import json
 import os
 import platform
 import random
-import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import numpy as np
 import openai
 import torch
 
-from heads.api.errors import UserError
 from inference.audit.comparison import audit
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -49,8 +47,9 @@ from inference.measure.prompts import load_prompts, select_prompts, to_requests
 from inference.server.metrics import resident_bytes
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
-from scripts.config.own import RunConfig
+from scripts.config.stage_configs import RunConfig
 from scripts.evidence.common import Facts
+from scripts.evidence.served import Served, serving
 from scripts.run import drafters
 from scripts.tools.common import PROMPTS, REPORTS, TARGET, command, cpu_target
 
@@ -187,42 +186,21 @@ async def ask(client: openai.AsyncOpenAI, model: str, case: Case, stream: bool, 
         seen.failures.append(f"{type(error).__name__}: {error}"[:200])
 
 
-@dataclass
-class Server:
-    """A running server. base: its /v1 address."""
+class Load:
+    """The requests to a running server, and its metrics."""
 
-    process: subprocess.Popen[str]
-    base: str
-    model: str
-
-    @classmethod
-    def start(cls, given: argparse.Namespace, decode: DecodeConfig) -> Server:
-        """Start the server and wait until it listens."""
-        command = [sys.executable, "-m", "scripts.cli", "serve", "target=local"]
-        command += [f"target.path={given.target}", "target.dtype=float32", "target.device=cpu"]
-        command += [f"serve.drafter='{given.drafter}'", "serve.port=0"]
-        command += [f"serve.queue={given.clients}", "serve.context=1024"]
-        command += [f"decode.batch_size={given.rows}"]
-        command += [f"decode.shape={decode.shape}", f"decode.depth={decode.depth}"]
-        command.append("decode.rule=match")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
-        pipe, both = subprocess.PIPE, subprocess.STDOUT
-        process = subprocess.Popen(command, stdout=pipe, stderr=both, text=True, env=environment)
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r"serving '(.+)' with .* at (http://\S+/v1)", line):
-                return cls(process, found.group(2), found.group(1))
-        raise UserError(f"the server did not start: {' / '.join(lines[-3:])}")
+    def __init__(self, served: Served) -> None:
+        self.served = served
 
     def client(self) -> openai.AsyncOpenAI:
         """A client that does not retry requests."""
-        return openai.AsyncOpenAI(base_url=self.base, api_key="none", max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(
+            base_url=self.served.base, api_key="none", max_retries=0, timeout=120
+        )
 
     def metrics(self) -> dict[str, float]:
         """The values of /metrics by name and labels."""
-        text = httpx.get(self.base.removesuffix("/v1") + "/metrics").text
+        text = httpx.get(self.served.base.removesuffix("/v1") + "/metrics").text
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in lines}
 
@@ -242,7 +220,7 @@ class Server:
         async def one(number: int) -> None:
             order, count = random.Random(number), number
             while time.monotonic() - begin < seconds:
-                await ask(client, self.model, order.choice(cases), count % 2 == 0, seen)
+                await ask(client, self.served.model, order.choice(cases), count % 2 == 0, seen)
                 count += 1
 
         async def watch() -> None:
@@ -263,7 +241,7 @@ class Server:
 
         async def one() -> None:
             while waiting:
-                await ask(client, self.model, waiting.pop(), False, seen)
+                await ask(client, self.served.model, waiting.pop(), False, seen)
 
         async with self.client() as client:
             begin = time.monotonic()
@@ -287,12 +265,12 @@ class Server:
                 if inside < most:
                     break
                 most = inside
-            self.process.send_signal(signal.SIGTERM)
+            self.served.process.send_signal(signal.SIGTERM)
             return await asking
 
         begin = time.monotonic()
         seen = asyncio.run(interrupt())
-        status, seconds = self.process.wait(60), time.monotonic() - begin
+        status, seconds = self.served.process.wait(60), time.monotonic() - begin
         failed = len(seen.failures)
         return {"status": status, "seconds": seconds, "answers": seen.answers, "failed": failed}
 
@@ -308,25 +286,28 @@ def report(given: argparse.Namespace) -> int:
     decode = drafters.draft_settings(found, DecodeConfig())
     say("answering offline")
     cases = known_answers(target, given.cases)
-    server = Server.start(given, decode)
+    words = ["target=local", f"target.path={given.target}", "target.dtype=float32"]
+    words += ["target.device=cpu", f"serve.drafter='{given.drafter}'", "serve.port=0"]
+    words += [f"serve.queue={given.clients}", "serve.context=1024"]
+    words += [f"decode.batch_size={given.rows}", "decode.rule=match"]
+    words += [f"decode.shape={decode.shape}", f"decode.depth={decode.depth}"]
     places = given.rows + given.clients
-    try:
-        begun = resident_bytes(server.process.pid)
+    with serving(words, given.log, given.threads) as served:
+        server = Load(served)
+        begun = resident_bytes(served.process.pid)
         asyncio.run(server.each_once(cases, 4))  # creates buffers of every size
         say(f"{given.clients} clients for {given.minutes:g} minutes")
         memory: list[tuple[float, int]] = []
         clock = time.monotonic()
 
         def look() -> None:
-            memory.append((time.monotonic() - clock, resident_bytes(server.process.pid)))
+            memory.append((time.monotonic() - clock, resident_bytes(served.process.pid)))
 
         below = asyncio.run(server.load(cases, given.clients, given.minutes * 60, look))
         say("overload")
         above = asyncio.run(server.load(cases, places + 120, given.overload_seconds))
         numbers = server.metrics()
         end = server.end(cases)
-    finally:
-        server.process.kill()
     shown: Facts = {
         "load": below.facts(target, given.clients),
         "overload": {**above.facts(target, places + 120), "places": places},
@@ -417,6 +398,7 @@ main = command(
     rows=16,
     cases=64,
     threads=(1, "of the engine, offline and served"),
+    log=(Path("outputs") / "serve_load.log", "of the server's output"),
     out=REPORTS / "serve_load.json",
 )
 

@@ -51,11 +51,19 @@ class Answer:
     failure: str = ""
 
 
+@dataclass(frozen=True)
+class Served:
+    """A server that runs. base: its address with /v1; model: the model's name."""
+
+    process: subprocess.Popen[bytes]
+    base: str
+    model: str
+
+
 @contextmanager
-def serving(words: Sequence[str], log: Path, threads: int) -> Iterator[tuple[str, str]]:
-    """A server with these overrides, ended as a user ends it: its address with /v1, and the model's
-    name. The output of the server and its learner is appended to `log`. Raises `UserError` if the
-    server does not start."""
+def serving(words: Sequence[str], log: Path, threads: int) -> Iterator[Served]:
+    """A server with these overrides, ended as a user ends it. The output of the server and its
+    learner is appended to `log`. Raises `UserError` if the server does not start."""
     command = [sys.executable, "-m", "scripts.cli", "serve", *words]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
@@ -68,7 +76,7 @@ def serving(words: Sequence[str], log: Path, threads: int) -> Iterator[tuple[str
     # a SIGTERM to this process also ends the server
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        yield _address(process, log, begin)
+        yield Served(process, *_address(process, log, begin))
     finally:
         signal.signal(signal.SIGTERM, before)
         process.send_signal(signal.SIGTERM)
@@ -80,6 +88,7 @@ def serving(words: Sequence[str], log: Path, threads: int) -> Iterator[tuple[str
 
 
 def _address(process: subprocess.Popen[bytes], log: Path, begin: int) -> tuple[str, str]:
+    """The server's address and the model's name, once its message is in `log`."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         said = log.read_bytes()[begin:].decode("utf-8", "replace")

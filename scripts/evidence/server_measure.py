@@ -68,12 +68,9 @@ def report(given: argparse.Namespace) -> int:
     with TemporaryDirectory(prefix="measured") as scratch:
         place = Path(scratch)
         plain = VllmServer(given.engine_python, Path(given.target).resolve(), place / "plain.txt")
-        try:
-            plain.start()
+        with plain.running():
             for checkpoint in given.checkpoints:
                 rows += measured(given, config, target, bench, decode, loaded, checkpoint, plain)
-        finally:
-            plain.kill()
     content: Facts = {
         "format": 1,
         "target": {"id": given.target, "revision": target.info.revision, "dtype": "float32"},
@@ -140,8 +137,7 @@ def measured(
             given.engine_python, Path(given.target).resolve(), Path(scratch) / "log.txt", 4, words
         )
         rows = []
-        try:
-            server.start()
+        with server.running():
             sources: list[Source] = ["counters", "responses"]
             for source in sources[: 2 if given.responses else 1]:
                 serving = replace(bench.serving, acceptance=source)
@@ -155,8 +151,6 @@ def measured(
                 )
                 same = sum(texts[name] == text for name, text in ours.texts.items())
                 rows += [row(checkpoint, found, cell, ours, same) for cell in whole(found)]
-        finally:
-            server.kill()
         return rows
 
 

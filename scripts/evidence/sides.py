@@ -18,11 +18,11 @@ import torch
 from heads.api.errors import UserError
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
+from inference.cpu import multiplies_bfloat16
 from inference.export.importing import import_folder
 from inference.export.layouts.folder import Folder
 from inference.folders import discard
 from inference.manifest import write_json
-from inference.processor import multiplies_bfloat16
 from inference.target.model import TargetModel
 from scripts.config.schema import HeadSettings
 from scripts.evidence.common import Facts, family_recipe, read_json, settings_of

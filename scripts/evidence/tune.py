@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft import NONE, Draft
 from inference.decoding.engine import Engine
+from inference.decoding.requests import PassRecord, Request
+from inference.decoding.session import Session
 from inference.kernels.packed_linear import packed_linears
 from inference.manifest import file_sha256, write_json
 from inference.measure import metrics
@@ -42,9 +45,9 @@ from inference.report.markdown import markdown_table
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.traffic.advice import Way, seen_by_users
-from inference.traffic.play import play
+from inference.traffic.arrivals import Arrival
 from inference.traffic.server import kept_tokens, measure_prefill, server_costs
-from inference.traffic.simulate import simulate
+from inference.traffic.simulate import Served, simulate
 from inference.tune.config import TuneConfig
 from inference.tune.survey import Survey, Task
 from inference.tune.tuner import Tuner
@@ -288,6 +291,48 @@ def traffic(tuner: Tuner, held_out: Path) -> Facts:
         results = {"real": real, "simulated": simulated, "error": errors}
         found.append({"draft": draft.label, **results})
     return {"rows": ROWS, "requests": len(requests), "load": LOAD, "ways": found}
+
+
+def play(
+    engine: Engine, requests: Sequence[Request], times: Sequence[float], capacity: int
+) -> tuple[list[Served], list[Arrival]]:
+    """Submit every request at its time (seconds since the start, ascending) and decode. Returns
+    when each was served, and the actual arrivals with the lengths of their answers.
+    `requests[i].index` is i."""
+    first, end = [0.0] * len(requests), [0.0] * len(requests)
+    lengths = [0] * len(requests)
+    start = 0.0
+
+    def shown(request: Request, tokens: list[int], record: PassRecord | None) -> None:
+        if record is None:
+            first[request.index] = time.perf_counter() - start
+
+    with Session(engine, capacity, shown) as session:
+        _settle(session, requests[0])
+        start, coming = time.perf_counter(), 0
+        while coming < len(requests) or session.unfinished:
+            now = time.perf_counter() - start
+            while coming < len(requests) and times[coming] <= now:
+                session.add(requests[coming])
+                coming += 1
+            if not session.unfinished:
+                time.sleep(max(0.0, times[coming] - now))
+                continue
+            for done in session.step():
+                end[done.request.index] = time.perf_counter() - start
+                lengths[done.request.index] = len(done.tokens)
+    arrivals = [
+        Arrival(when, len(request.tokens), length)
+        for when, request, length in zip(times, requests, lengths, strict=True)
+    ]
+    return [Served(*moments) for moments in zip(first, end, strict=True)], arrivals
+
+
+def _settle(session: Session, request: Request) -> None:
+    """Answer a request that does not count, so that buffers and thread pools are created."""
+    session.add(request)
+    while session.unfinished:
+        session.step()
 
 
 main = command(

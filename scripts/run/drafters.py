@@ -28,8 +28,8 @@ from inference.report.model import REPORT_FILE, read_report
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from scripts.config.compose import conf_folders, options
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, plain
+from scripts.config.stage_configs import RunConfig
 from scripts.run.folder import CONFIG_FILE, missing_run, named_file, read_record, require_run
 from scripts.run.folder import read_config as read_stage_config
 from train.manifest import read_training

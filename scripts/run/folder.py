@@ -34,8 +34,8 @@ from inference.manifest import (
 from inference.target.loading import TargetConfig
 from inference.target.revision import revision_of
 from inference.writers import Hold, clear, hold, is_writer_file
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, complete
+from scripts.config.stage_configs import RunConfig
 from scripts.run.process import (
     Session,
     is_main_process,

@@ -25,8 +25,8 @@ from rich.console import Console
 from inference.target.hardware import device_facts
 from inference.target.model import TargetModel
 from inference.terminal import make_console
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
+from scripts.config.stage_configs import RunConfig
 from scripts.run.revision import git_state
 from train.memory import keep_freed_memory
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from heads.api.errors import UserError
 from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
+from scripts.config.stage_configs import RunConfig
 from scripts.run.process import shown
 from train.data.answers import held_out_prompts
 from train.data.held_out import load_any_prompts

@@ -30,8 +30,8 @@ from omegaconf import OmegaConf
 from heads.api.errors import UserError, suggest
 from inference.hub.fetch import is_published_name
 from scripts.config.compose import force, hydra_of, parse, require_key, root_of
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
+from scripts.config.stage_configs import RunConfig
 from scripts.config.stages import RECIPE_GROUPS, STAGES, Stage
 from scripts.run import optuna_sweeper
 from scripts.run.folder import require_answers, stage_folder

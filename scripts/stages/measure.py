@@ -19,8 +19,8 @@ from inference.report.markdown import print_table
 from inference.report.model import REPORT_FILE, read_report
 from inference.target.loading import TargetConfig, load_tokenizer
 from inference.target.model import TargetModel
-from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import Settings
+from scripts.config.stage_configs import MeasureConfig, RunConfig
 from scripts.run import drafters
 from scripts.run.drafters import Found
 from scripts.run.folder import StageFolder, open_folder, require_run

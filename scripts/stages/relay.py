@@ -4,7 +4,7 @@ learner (docs/learning.md). It loads no model."""
 from __future__ import annotations
 
 import logging
-import subprocess
+from contextlib import ExitStack
 
 from heads.api.checkpoint import read_config
 from heads.api.errors import UserError
@@ -41,9 +41,8 @@ def run(settings: Settings) -> int:
     secret = read_secret(config)
     info = TargetInfo.from_dict(read_config(found.folder)["target"])
     folder = learn_folder(config.learn_folder, settings)
-    listening = bind("serve", config.host, config.port)
-    learner: subprocess.Popen[bytes] | None = None
-    try:
+    with ExitStack() as stack:
+        listening = stack.enter_context(bind("serve", config.host, config.port))
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
         logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -54,22 +53,14 @@ def run(settings: Settings) -> int:
         relay = Relay(config.engine, samples, config.domain)
         tls = server_context("serve", config.ssl_certfile, config.ssl_keyfile)
         site = Site(relay, config.limits(ROWS), secret, OPEN_PATHS, tls, relay.refused)
-    except BaseException:
-        listening.close()
-        raise
 
-    def started() -> None:
-        nonlocal learner
-        where = f"{url_of(listening, bool(config.ssl_certfile))}/v1"
-        kept = f"samples go to {shown(folder / TRAFFIC)}"
-        print(f"relaying at {where} to {relay.base}; {kept}", flush=True)
-        if config.learn:
-            whom = {"drafter": str(found.folder.resolve())}
-            learner = start_learner(settings, folder, whom, {})
+        def started() -> None:
+            where = f"{url_of(listening, bool(config.ssl_certfile))}/v1"
+            kept = f"samples go to {shown(folder / TRAFFIC)}"
+            print(f"relaying at {where} to {relay.base}; {kept}", flush=True)
+            if config.learn:
+                whom = {"drafter": str(found.folder.resolve())}
+                stack.callback(end_learner, start_learner(settings, folder, whom, {}))
 
-    try:
         run_relay(relay, site, listening, config, started)
-    finally:
-        if learner is not None:
-            end_learner(learner)
     return 0

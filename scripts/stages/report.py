@@ -13,8 +13,8 @@ from inference.report.model import PLOTS, REPORT_FILE, read_report
 from inference.report.page.render import FILE as PAGE_FILE
 from inference.report.page.render import write_page
 from inference.writers import only_writer
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings
+from scripts.config.stage_configs import RunConfig
 from scripts.run.folder import require_run
 from scripts.run.process import console, say_what_debug_means, shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 from heads.api.errors import UserError
@@ -43,10 +43,9 @@ def run(settings: Settings) -> int:
     if config.engine:
         return relay.run(settings)
     secret, admin = read_secret(config), admin_for(config)
-    listening = bind("serve", config.host, config.port)
-    learner: subprocess.Popen[bytes] | None = None
     samples: Path | None = None
-    try:
+    with ExitStack() as stack:
+        listening = stack.enter_context(bind("serve", config.host, config.port))
         prepare_process(settings.run)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
         given = config.drafter
@@ -63,30 +62,23 @@ def run(settings: Settings) -> int:
         checkpoint = str(found.checkpoint.absolute()) if found and found.checkpoint else ""
         own = (secret, records, weights, admin, checkpoint)
         service = Service(config, engine, drafter, *own, samples=samples)
-    except BaseException:
-        listening.close()
-        raise
 
-    def started() -> None:
-        nonlocal learner
-        where = f"{url_of(listening, bool(config.ssl_certfile))}/v1"
-        guarded = "with a token" if secret else "without a token"
-        kept = f"; records go to {shown(records)}" if records else ""
-        kept += f"; samples go to {shown(samples)}" if samples else ""
-        print(f"serving '{service.name}' with {drafter} at {where} ({guarded}){kept}", flush=True)
-        if config.learn and samples is not None:
-            tokens = {ADMIN_VARIABLE: admin.value.decode()} if admin else {}
-            tokens |= {TOKEN_VARIABLE: secret.value.decode()} if secret else {}
+        def started() -> None:
             address = url_of(listening, bool(config.ssl_certfile))
-            # the certificate need not name this machine's own address
-            whom = {"server": address, "verify": False}
-            learner = start_learner(settings, samples.parent, whom, tokens)
+            guarded = "with a token" if secret else "without a token"
+            kept = f"; records go to {shown(records)}" if records else ""
+            kept += f"; samples go to {shown(samples)}" if samples else ""
+            where = f"{address}/v1 ({guarded}){kept}"
+            print(f"serving '{service.name}' with {drafter} at {where}", flush=True)
+            if config.learn and samples is not None:
+                tokens = {ADMIN_VARIABLE: admin.value.decode()} if admin else {}
+                tokens |= {TOKEN_VARIABLE: secret.value.decode()} if secret else {}
+                # the certificate need not name this machine's own address
+                whom = {"server": address, "verify": False}
+                learner = start_learner(settings, samples.parent, whom, tokens)
+                stack.callback(end_learner, learner)
 
-    try:
         return serve(service, listening, started)
-    finally:
-        if learner is not None:
-            end_learner(learner)
 
 
 def require_trials(decode: DecodeConfig) -> None:

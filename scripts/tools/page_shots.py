@@ -111,7 +111,7 @@ def check(
     return found
 
 
-def take_picture(page: Path, picture: Path, chromium: str | None = None) -> None:
+def take_picture(page: Path, picture: Path, chromium: str | None) -> None:
     """Write one picture of a page's best parts; nothing in it is cut."""
     if not page.is_file():
         raise UserError(f"there is no page '{page}'. `headstart report` writes one.")

@@ -1,7 +1,7 @@
 """Writes acceptance trajectories of finished measurements: `python -m
 scripts.tools.record_trajectories ARM=FOLDER ...`.
 
-A trajectory is the number of accepted drafts in each pass of an arm. `inference/measure/replay.py`
+A trajectory is the number of accepted drafts in each pass of an arm. `scripts/tools/replay.py`
 replays it for drafters without trained weights (`python -m scripts.evidence.gpu speed`).
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from heads.api.errors import UserError
 from inference.manifest import write_bytes
-from inference.measure.replay import Trajectory
 from scripts.tools.common import REPORTS, command
+from scripts.tools.replay import Trajectory
 
 
 def report(given: argparse.Namespace) -> None:

@@ -5,13 +5,13 @@
     python -m scripts.tools.search_layers --kind distilled   # where a distilled one starts
     HEADSTART_CONF=outputs/layers headstart measure measure.kinds=[early_exit_layers]
 
-Sets of layers are tried by decoding (`inference.tune.layer_search`). The search begins with the
-sets that remain when whole layers are removed one after another (`inference.tune.elimination`). The
-best set by tau / (1 + gamma c), with c the share of the target's weights that a drafted token reads
-(or the best by tau within a largest c), is written as an option of the group `head`,
-<out>/head/<kind>_layers.yaml, with a report of every trial. The result is judged on prompts other
-than those of the search; both are prompts for validation unless others are given, so that a
-measurement has prompts that the search has not seen.
+Sets of layers are tried by decoding (`scripts.tools.layers.search`). The search begins with the
+sets that remain when whole layers are removed one after another
+(`scripts.tools.layers.elimination`). The best set by tau / (1 + gamma c), with c the share of the
+target's weights that a drafted token reads (or the best by tau within a largest c), is written as
+an option of the group `head`, <out>/head/<kind>_layers.yaml, with a report of every trial. The
+result is judged on prompts other than those of the search; both are prompts for validation unless
+others are given, so that a measurement has prompts that the search has not seen.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.manifest import write_bytes, write_json
 from inference.measure.prompts import Prompt, load_prompts, to_requests
+from inference.measure.run import quick_tau
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from inference.tune.elimination import Divergence, nested_sets
-from inference.tune.layer_search import (
+from scripts.tools.common import TARGET, VALIDATION, command
+from scripts.tools.layers.elimination import Divergence, nested_sets
+from scripts.tools.layers.search import (
     OBJECTIVES,
     Chosen,
     SearchConfig,
     SearchResult,
     SkippablePart,
     ideal_speedup,
-    measure_tau,
     parts_of,
     search_layers,
 )
-from scripts.tools.common import TARGET, VALIDATION, command
 from scripts.tools.recording import split_prompts
 
 SETTING = {"early_exit": "layers", "quantized_self": "layers", "distilled": "from_target_layers"}
@@ -92,7 +92,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
         config = build_config(kind, settings(kind, parts, kept))
         drafter = new_drafter(kind, config, target.info, target.weights, given.seed)
         requests = to_requests(prompts, target.tokenizer, decode)
-        return measure_tau(target, drafter, requests, decode).tau
+        return quick_tau(target, drafter, requests, decode).tau
 
     def tried(kept: Chosen) -> float:
         found = tau(kept, searched)

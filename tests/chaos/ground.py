@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,6 @@ class Ground:
     """A folder in which faults happen. Calm runs are made once, when first asked for."""
 
     folder: Path
-    calm_runs: dict[str, Path] = field(default_factory=dict)
 
     @cached_property
     def prompts(self) -> Path:

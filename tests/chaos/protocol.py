@@ -258,9 +258,9 @@ def wrong_with(server: Server, sent: Sent) -> str:
     return f"{sent.kind}: {status} to {sent.data[:300]!r}" if failed else ""
 
 
-def fuzz(server: Server, row: Row, requests: Sequence[Sent], at_once: int = 8) -> None:
+def fuzz(server: Server, row: Row, requests: Sequence[Sent]) -> None:
     """Send all requests, some at a time."""
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(8) as pool:
         for wrong in pool.map(lambda sent: wrong_with(server, sent), requests):
             row.note(wrong)
 
@@ -421,9 +421,7 @@ def aftermath(server: Server, stage: str, row: Row) -> None:
     row.note("the token is in the log" if TOKEN in text else "")
 
 
-def attack(
-    seed: int, count: int, folder: Path, connections: int = 1500, client_count: int = 32
-) -> list[Row]:
+def attack(seed: int, count: int, folder: Path, connections: int = 1500) -> list[Row]:
     """`count` malformed requests to both servers together, and the siege of `headstart serve`
     with so many connections."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -436,7 +434,7 @@ def attack(
     longest = max(asked, key=lambda question: int(question.body["max_tokens"]))
     own = ("serve.port=0", f"serve.name={MODEL}", "serve.drafter=ngram", "decode.batch_size=8")
     with running(SERVE, folder, path, *own) as server:
-        with clients(server, asked, client_count, rows["server: answers beside them"]):
+        with clients(server, asked, 32, rows["server: answers beside them"]):
             fuzz(server, rows["server: malformed requests"], malformed)
         aftermath(server, SERVE, rows["server: afterwards"])
     wide = save_micro_target(folder / "wide", positions=POSITIONS)

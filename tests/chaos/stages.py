@@ -27,10 +27,9 @@ from heads.api.checkpoint import WEIGHTS_FILE
 from inference.folders import is_temporary
 from inference.manifest import MANIFEST_FILE, file_sha256
 from inference.writers import is_writer_file
-from scripts.config.stages import STAGES
 from tests.chaos.ground import Ended, Ground, UnsurvivedError, figures
 from tests.chaos.kill_loop import timeless
-from tests.scripts.loops import micro_loop
+from tests.scripts.loops import micro_loop, read_by
 
 Result = Callable[[Path], Any]
 """What must be equal, of the folder of a run."""
@@ -93,12 +92,8 @@ class Site:
         places = {"run": str(run), "data": str(self.folder / "data")}
         more = [text.format(**places) for text in subject.more]
         given = {text.split("=")[0] for text in more}
-        groups = STAGES[subject.stage].groups
-        common = [
-            text
-            for text in self.settings
-            if text.split("=")[0].split(".")[0] in groups and text.split("=")[0] not in given
-        ]
+        common = read_by(subject.stage, self.settings)
+        common = [text for text in common if text.split("=")[0] not in given]
         return [subject.stage, *common, f"run.root={run.parent}", f"run.name={run.name}", *more]
 
     def calm(self, subject: Subject) -> Calm:

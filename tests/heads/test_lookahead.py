@@ -13,8 +13,8 @@ from heads.api.errors import UserError
 from heads.api.state import write_rows
 from heads.api.tree import DraftShape, DynamicShape, TokenTree
 from heads.lookahead import Config, Drafter, lay_out
+from heads.nn.lookup.history import _SPREAD
 from heads.nn.lookup.pool import NgramPool
-from heads.nn.lookup.table import _SPREAD
 from inference.decoding.rules.accept import walk
 from tests.heads.micro import PlainNoise, micro_target
 from tests.heads.test_ngram import run

@@ -123,11 +123,16 @@ def frame_of(tree: TokenTree, base: Tensor) -> CachePlace:
     return static_places(TreePlan.of(tree), Memory(base, table))
 
 
+def run_rows(plan: TreePlan) -> list[int]:
+    """The drafted nodes that have children."""
+    return plan.drawn_from.nonzero().squeeze(1).tolist()
+
+
 def test_drafted_nodes_see_the_past_and_their_ancestors() -> None:
     tree, base = TokenTree.from_choices(CHOICES), torch.tensor([3, 5])
     plan, frame = TreePlan.of(tree), frame_of(tree, base)
     table = Rope(8, 10000.0).table(16, base.device, torch.float64)
-    run = plan.run_nodes.tolist()
+    run = run_rows(plan)
     for level in plan.levels[1:]:
         at = frame.at(level)
         slots, rotation, mask = at.slots, at.rotation, at.sight.mask(16, torch.float64)
@@ -151,7 +156,7 @@ def test_chain_frames_are_tree_frames() -> None:
 
 def test_plan_runs_only_nodes_with_children() -> None:
     plan = TreePlan.of(TokenTree.from_choices(CHOICES))
-    assert [plan.run_nodes[level.span].tolist() for level in plan.levels] == [[], [1, 3], [5, 6]]
+    assert [run_rows(plan)[level.span] for level in plan.levels] == [[], [1, 3], [5, 6]]
     assert [level.max_rank for level in plan.levels] == [2, 1, 1]
     assert plan.levels[1].rows.tolist() == [0, 2]
     assert plan.levels[2].carry is None

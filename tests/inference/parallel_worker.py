@@ -24,7 +24,7 @@ from heads.api.features import FeatureSpec
 from inference.decoding.config import DecodeConfig
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from inference.target.parallel import Ranks, gather_whole, join_ranks
+from inference.target.parallel import gather_whole, join_ranks
 from tests.fakes import SometimesRight
 from tests.inference.decoding.test_lossless import SHAPES, answers, decode, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
@@ -95,9 +95,9 @@ def require_agreement(tokens: Sequence[int], what: str) -> None:
 
 
 @contextmanager
-def only_main_prints(ranks: Ranks) -> Iterator[None]:
+def only_main_prints(rank: int) -> Iterator[None]:
     """Swallow what other processes than the main one print inside the block."""
-    if ranks.rank == 0:
+    if rank == 0:
         yield
         return
     sys.stdout.flush()
@@ -108,10 +108,11 @@ def only_main_prints(ranks: Ranks) -> Iterator[None]:
 def main() -> None:
     models, results = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    ranks = join_ranks("cpu")
+    join_ranks("cpu")
+    rank = dist.get_rank()
     found = {}
-    with only_main_prints(ranks):
-        print(f"speaking: {ranks.rank}")
+    with only_main_prints(rank):
+        print(f"speaking: {rank}")
         for folder in sorted(models.iterdir()):
             config = TargetConfig(
                 path=str(folder), dtype="float64", device="cpu", tensor_parallel=True
@@ -122,10 +123,10 @@ def main() -> None:
                 require_agreement([token for row in rows for token in row], name)
             found[folder.name] = {"texts": texts, "facts": facts_of(target)}
     try:
-        require_agreement([ranks.rank], "what differs on purpose")
+        require_agreement([rank], "what differs on purpose")
     except RuntimeError as error:
         found["disagreement"] = {"message": str(error)}
-    (results / f"{ranks.rank}.json").write_text(json.dumps(found))
+    (results / f"{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

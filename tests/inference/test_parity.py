@@ -93,17 +93,13 @@ class StaleChain(eagle3.Drafter):
 class WrongPositions(distilled.Drafter):
     """Counts positions from the wrong place when it serves deeper tokens."""
 
-    def _table(self, state: Cached) -> Any:
-        return super()._table(state).roll(-1, 0) if self.deeper else super()._table(state)
-
     def propose(self, state: Cached, noise: Any) -> Any:
-        self.deeper = True
+        turned = state.rotations(self._rope).roll(-1, 0)
+        state.rotations = lambda rope: turned  # type: ignore[method-assign]
         try:
             return super().propose(state, noise)
         finally:
-            self.deeper = False
-
-    deeper = False
+            del state.rotations  # type: ignore[method-assign]
 
 
 class HeadsSwapped(medusa.Drafter):

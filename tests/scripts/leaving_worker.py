@@ -19,7 +19,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ import scripts.run.runner  # noqa: F401
 import train.run  # noqa: F401
 from scripts.cli import main
 from scripts.run import signals as leaving
+from tests.loopback import free_port
 from tests.waiting import until
 
 
@@ -90,9 +90,7 @@ def signals(jobs: list[list[Any]]) -> list[int]:
 
 def ranks(folder: Path, command: list[str], place: str) -> list[int]:
     """See the module."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     leaving.GRACE_SECONDS = 1.0
     there = folder / "there"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.config.stages import STAGES
 from tests.inference.tokenizers import save_micro_target
 
 
@@ -57,3 +59,9 @@ def micro_loop(folder: Path) -> list[str]:
         "loop.round.patience=0",
         "feedback.token_weights=true",
     ]
+
+
+def read_by(stage: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides of groups that a stage reads."""
+    groups = STAGES[stage].groups
+    return [item for item in overrides if item.split("=")[0].split(".")[0] in groups]

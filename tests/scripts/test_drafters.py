@@ -16,8 +16,8 @@ from inference.decoding.config import DecodeConfig
 from inference.manifest import write_json, write_manifest
 from inference.report.model import REPORT_FILE
 from inference.target.model import TargetModel
-from scripts.config.own import MeasureConfig, RunConfig
 from scripts.config.schema import load_settings
+from scripts.config.stage_configs import MeasureConfig, RunConfig
 from scripts.config.stages import STAGES
 from scripts.run import drafters
 from scripts.run.drafters import Found, choose

@@ -18,7 +18,7 @@ from scripts.run import sweep
 from scripts.run.ranking import JobRecord, print_ranking, result_of
 from scripts.run.sweep import expand, name_job
 from tests.inference.example_report import ENTRY, example_report, merged
-from tests.scripts.loops import micro_loop
+from tests.scripts.loops import micro_loop, read_by
 from train.stopping import Stopped
 
 
@@ -243,13 +243,8 @@ def test_hydras_own_settings_give_a_run_hydras_folder(
 
 def plan_of(folder: Path) -> list[str]:
     """Overrides of a plan that takes a second."""
-    return [*micro_train(folder), "plan.gpu=h100", "plan.count=2", "train.global_batch=4"]
-
-
-def micro_train(folder: Path) -> list[str]:
-    """Overrides of a training of seconds."""
-    groups = STAGES["plan"].groups
-    return [item for item in micro_loop(folder) if item.split("=")[0].split(".")[0] in groups]
+    micro = read_by("plan", micro_loop(folder))
+    return [*micro, "plan.gpu=h100", "plan.count=2", "train.global_batch=4"]
 
 
 def test_a_sweep_says_what_failed_and_goes_on(
@@ -307,13 +302,9 @@ def test_trainings_are_ranked_by_tau_here_and_in_other_processes(
 ) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     given = micro_loop(in_folder)
-    reads = [
-        item for item in given if item.split(".")[0].split("=")[0] in STAGES["generate"].groups
-    ]
-    assert main(["generate", *reads]) == 0
+    assert main(["generate", *read_by("generate", given)]) == 0
     capsys.readouterr()
-    train = [i for i in given if i.split(".")[0].split("=")[0] in STAGES["train"].groups]
-    train = [item for item in train if not item.startswith("optim.lr")]
+    train = [item for item in read_by("train", given) if not item.startswith("optim.lr")]
     swept = "optim.lr=1e-5,2e-2"
     assert main(["train", "-m", *train, swept]) == 0
     rows = capsys.readouterr().out.split("2 jobs of train, by tau")[1].splitlines()
@@ -334,12 +325,8 @@ def test_optuna_searches_on_tau_and_goes_on(
 ) -> None:
     optuna = pytest.importorskip("optuna")
     given = micro_loop(in_folder)
-    reads = [
-        item for item in given if item.split(".")[0].split("=")[0] in STAGES["generate"].groups
-    ]
-    assert main(["generate", *reads]) == 0
-    train = [i for i in given if i.split(".")[0].split("=")[0] in STAGES["train"].groups]
-    train = [item for item in train if not item.startswith("optim.lr")]
+    assert main(["generate", *read_by("generate", given)]) == 0
+    train = [item for item in read_by("train", given) if not item.startswith("optim.lr")]
     search = ["hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///found.db"]
     search += ["hydra.sweeper.study_name=lr", "optim.lr=tag(log, interval(1e-4, 1e-2))"]
     assert main(["train", "-m", *train, *search, "hydra.sweeper.n_trials=2"]) == 0

@@ -14,8 +14,8 @@ from rich.console import Console
 from heads.api.checkpoint import WEIGHTS_FILE
 from heads.api.errors import UserError
 from inference.manifest import file_sha256, write_json
-from scripts.config.own import SweepRow
 from scripts.config.schema import Settings, load_settings, read_settings
+from scripts.config.stage_configs import SweepRow
 from scripts.config.stages import STAGES
 from scripts.run.folder import RunRecord
 from scripts.run.runner import StoppedError

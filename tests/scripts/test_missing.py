@@ -8,7 +8,7 @@ import pytest
 
 from heads.api.errors import UserError, missing_folder
 from scripts.cli import main
-from scripts.config.own import RunConfig
+from scripts.config.stage_configs import RunConfig
 from scripts.run.folder import missing_run, require_run
 
 

@@ -9,23 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from heads.api.checkpoint import build_config, new_drafter, read_config, save_drafter
+from heads.api.checkpoint import read_config
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.draft_file import write_draft
 from inference.manifest import read_manifest
-from inference.target.loading import TargetConfig
-from inference.target.model import TargetModel
 from scripts.cli import main
-from scripts.config.own import RunConfig
 from scripts.config.schema import load_settings
+from scripts.config.stage_configs import RunConfig
 from scripts.config.stages import STAGES
 from scripts.run import drafters
 from scripts.run.folder import read_config as read_stage_config
 from scripts.stages.refresh import parts, stage
-from tests.inference.tokenizers import save_micro_target
+from tests.scripts.pairs import save_pair
 
 WORDS = ("add", "two", "numbers", "list", "items", "function")
 
@@ -44,26 +41,9 @@ def write_prompts(path: Path, count: int, start: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two targets of the same sizes, and a drafter that is the first one over again."""
-    from transformers import AutoModelForCausalLM
-
+    """A pair of targets with a drafter (`save_pair`), and prompts."""
     folder = tmp_path_factory.mktemp("place")
-    save_micro_target(folder / "target")
-    save_micro_target(folder / "changed")
-    model = AutoModelForCausalLM.from_pretrained(folder / "target")
-    torch.manual_seed(5)
-    for parameter in model.parameters():
-        parameter.data += 0.3 * parameter.data.std() * torch.randn_like(parameter)
-    model.save_pretrained(folder / "changed")
-    target = TargetModel.load(
-        TargetConfig(path=str(folder / "target"), dtype="float32", device="cpu")
-    )
-    config = build_config("distilled", {"from_target_layers": [0, 1]})
-    save_drafter(
-        new_drafter("distilled", config, target.info, target.weights, seed=0),
-        folder / "drafter",
-        target.info,
-    )
+    save_pair(folder, 0.3)
     write_prompts(folder / "train.jsonl", 64)
     write_prompts(folder / "validation.jsonl", 6, 1000)
     write_prompts(folder / "bench.jsonl", 8, 2000)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from inference.measure.metrics import Gain
 from inference.verifications import read_facts
 from scripts.cli import main
 from scripts.config.schema import Settings, load_settings, read_settings, write_settings
+from scripts.config.stage_configs import BudgetConfig
 from scripts.config.stages import STAGES
 from scripts.run import drafters
 from scripts.run.folder import open_folder
@@ -331,13 +332,21 @@ def entry(number: int, switches: list[str]) -> RoundRecord:
     return RoundRecord(number, switches=switches, spent=Spent(10.0, 100.0, 0.5))
 
 
+@pytest.fixture(scope="module")
+def nine() -> Settings:
+    """Nine rounds. Changed copies do not compose the settings of their stages again."""
+    return settings("loop.rounds=9")
+
+
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rounds]:
+def loop(nine: Settings, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rounds]:
     """A loop whose rounds were played with the given gains: (switches, gain) per round behind the
     first."""
 
-    def played(later: list[tuple[list[str], Gain]], *overrides: str) -> Rounds:
-        rounds = Rounds(settings("loop.rounds=9", *overrides))
+    def played(later: list[tuple[list[str], Gain]], patience: int = 1, **budget: Any) -> Rounds:
+        changed = replace(nine.loop.round, patience=patience)
+        asked = replace(nine.loop, round=changed, budget=BudgetConfig(**budget))
+        rounds = Rounds(nine.put(loop=asked))
         for number, (switches, gain) in enumerate([([], gained(0, 0, 0)), *later]):
             monkeypatch.setattr(rounds_facts, "compare", lambda *_, gain=gain: gain)
             rounds.done.append(entry(number, switches))
@@ -360,9 +369,9 @@ def test_what_brings_no_clear_rise_is_turned_off_and_then_the_loop_ends(
     )
     two = loop([(["token_weights"], rise), (["token_weights"], stay), ([], fall)])
     assert (two.best, two.stale, two.ends()) == (2, 1, "tau")
-    patient = loop([([], fall)], "loop.round.patience=2")
+    patient = loop([([], fall)], patience=2)
     assert (patient.best, patient.stale, patient.ends()) == (0, 1, "")
-    assert loop([([], fall)] * 3, "loop.round.patience=0").ends() == ""
+    assert loop([([], fall)] * 3, patience=0).ends() == ""
     assert loop([([], rise)] * 8).ends() == "rounds"
 
 
@@ -399,8 +408,8 @@ def test_rounds_are_compared_on_the_prompts_that_both_have_measured(tmp_path: Pa
 def test_a_round_begins_only_if_the_budget_holds_it(loop: Callable[..., Rounds]) -> None:
     rise = gained(0.5, 0.2, 0.8)
     for key, enough, short in (("tokens", 300, 299), ("seconds", 30, 29), ("gpu_hours", 1.5, 1.4)):
-        assert loop([([], rise)], f"loop.budget.{key}={enough}").ends() == ""
-        assert loop([([], rise)], f"loop.budget.{key}={short}").ends() == f"budget ({key})"
+        assert loop([([], rise)], **{key: enough}).ends() == ""
+        assert loop([([], rise)], **{key: short}).ends() == f"budget ({key})"
 
 
 def test_switches_that_are_off_are_off_with_all_that_belongs_to_them() -> None:
@@ -661,8 +670,9 @@ def test_prompts_made_with_other_settings_are_refused_and_made_again_when_told(
         path.write_text("{}")
 
     monkeypatch.setattr("scripts.stages.loop.rounds.write_branches", write)
-    for more in ([], [], ["feedback.replay_before=7"]):
-        assert Rounds(settings(*given, *more)).make(1, "branches", "", False)
+    rounds = Rounds(settings(*given))
+    for one in (rounds, rounds, Rounds(settings(*given, "feedback.replay_before=7"))):
+        assert one.make(1, "branches", "", False)
     other = Rounds(settings(*given, "feedback.branch_within=8"))
     with pytest.raises(UserError, match=r"made with feedback\.branch_within=32, and 8 is given"):
         other.make(1, "branches", "", False)

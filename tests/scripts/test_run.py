@@ -16,8 +16,8 @@ import yaml
 from heads.api.errors import UserError
 from inference.manifest import write_json
 from scripts.config.fields import REPOSITORY
-from scripts.config.own import RunConfig
 from scripts.config.schema import Settings, load_settings
+from scripts.config.stage_configs import RunConfig
 from scripts.config.stages import STAGES
 from scripts.run.folder import (
     StageFolder,

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from heads.api.checkpoint import build_config, new_drafter, save_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
@@ -34,7 +32,7 @@ from scripts.run.folder import StageFolder, open_folder
 from scripts.stages import watch
 from tests.inference.engines.stub import serving
 from tests.inference.example_report import example_report
-from tests.inference.tokenizers import save_micro_target
+from tests.scripts.pairs import save_pair
 
 WORDS = ("add", "two", "numbers", "list", "items", "function", "sequence", "hello", "bye", "return")
 TOKENS = 24
@@ -53,21 +51,9 @@ def write_prompts(path: Path, count: int, start: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, another one of the same sizes, and a drafter that is the first one over again."""
-    from transformers import AutoModelForCausalLM
-
+    """A pair of targets with a drafter (`save_pair`), and prompts."""
     folder = tmp_path_factory.mktemp("place")
-    save_micro_target(folder / "target")
-    model = AutoModelForCausalLM.from_pretrained(folder / "target")
-    save_micro_target(folder / "changed")
-    torch.manual_seed(5)
-    for parameter in model.parameters():
-        parameter.data += 0.5 * parameter.data.std() * torch.randn_like(parameter)
-    model.save_pretrained(folder / "changed")
-    target = load(folder / "target")
-    config = build_config("distilled", {"from_target_layers": [0, 1]})
-    drafter = new_drafter("distilled", config, target.info, target.weights, seed=0)
-    save_drafter(drafter, folder / "drafter", target.info)
+    save_pair(folder, 0.5)
     write_prompts(folder / "reference.jsonl", 160)
     write_prompts(folder / "fresh.jsonl", 160, start=1000)
     return folder
@@ -91,18 +77,18 @@ def command(place: Path, target: str, prompts: str, *more: str) -> list[str]:
     ]
 
 
-@pytest.fixture
-def reference(place: Path, in_folder: Path) -> Path:
-    path = in_folder / "reference.json"
-    assert (
-        main(
-            command(
-                place, "target", "reference.jsonl", "watch.learn=true", f"watch.reference={path}"
-            )
-        )
-        == 0
-    )
+@pytest.fixture(scope="module")
+def learnt(place: Path) -> Path:
+    path = place / "reference.json"
+    given = ["watch.learn=true", f"watch.reference={path}", f"run.root={place}"]
+    assert main(command(place, "target", "reference.jsonl", *given)) == 0
     return path
+
+
+@pytest.fixture
+def reference(learnt: Path, in_folder: Path) -> Path:
+    """The reference, and an empty working directory."""
+    return learnt
 
 
 def drift(name: str = "watch") -> dict[str, object]:

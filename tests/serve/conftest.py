@@ -40,10 +40,9 @@ def server(
     engine_python: str, tiny_target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     """vLLM serving the embedded target; started again by whoever stopped it."""
-    running = VllmServer(engine_python, tiny_target, tmp_path_factory.mktemp("server") / "log.txt")
-    running.start()
-    yield running
-    running.kill()
+    served = VllmServer(engine_python, tiny_target, tmp_path_factory.mktemp("server") / "log.txt")
+    with served.running():
+        yield served
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from inference.engines.settings import ABSENT, LENGTHS, SETTINGS, VERSIONS, length_at, ranges
+from inference.engines.settings import LENGTHS, SETTINGS, VERSIONS, length_at, ranges
 from inference.measure.foreign.vllm_worker import DEFAULTS
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
+ABSENT = ("speculative_token_tree", "disable_by_batch_size")
+"""Fields that other versions of vLLM had, but the version of the table does not have."""
 DEPTHS = ({1: 5, 4: 3, 16: 1}, {1: 4, 8: 0}, {2: 3}, {1: 2, 3: 1, 50: 4})
 SCRIPT = """
 import importlib.metadata, json, sys

@@ -48,10 +48,9 @@ NEEDS = FeatureSpec((0, 1), last_hidden=True, logits=True)
 @pytest.fixture(scope="module")
 def server(engine_python: str, micro: Path, target: TargetModel) -> Iterator[VllmServer]:
     """vLLM as the printed command starts it."""
-    running = states_server(engine_python, micro, target.info, "log", token=TOKEN)
-    running.start()
-    yield running
-    running.kill()
+    served = states_server(engine_python, micro, target.info, "log", token=TOKEN)
+    with served.running():
+        yield served
 
 
 @pytest.fixture(autouse=True)

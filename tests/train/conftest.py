@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from heads.api.batch import LossOutput, TrainBatch
+from inference.target.loading import TargetConfig
+from inference.target.model import TargetModel
 from tests.train.micro_run import prepare
 from train.engines.torch_engine import TorchEngine
 from train.loop import Trainer
@@ -22,6 +24,11 @@ def micro(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a micro target, answers of its own, and prompts
     (`tests.train.micro_run.prepare`)."""
     return prepare(tmp_path_factory.mktemp("micro"))
+
+
+@pytest.fixture(scope="module")
+def target(micro: Path) -> TargetModel:
+    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import importlib
 import os
 import runpy
 import signal
-import socket
 import sys
+
+from tests.loopback import free_port
 
 NEEDED = ("train.run", "inference.decoding.engine")
 
@@ -23,9 +24,7 @@ def main() -> int:
     count, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     for name in (*NEEDED, *(["deepspeed"] if "deepspeed" in " ".join(arguments) else [])):
         importlib.import_module(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(count):
         child = os.fork()

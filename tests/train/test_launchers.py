@@ -6,7 +6,6 @@ same drafter.
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.loopback import free_port
 from tests.train.launch import REPOSITORY, environment
 from train.tracking.tracker import LOG_FILE, read_log
 
@@ -56,12 +56,6 @@ def tools(tmp_path: Path) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
         (folder / name).chmod(0o755)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 def overrides(micro: Path, root: Path, name: str) -> list[str]:

@@ -136,7 +136,7 @@ def is_prompt_file(file: Path) -> bool:
     return not isinstance(row, Mapping) or any(row.get(key) is not None for key in CONTENT_KEYS)
 
 
-def load_any_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str] = ()) -> Loaded:
+def load_any_prompts(source: str, dataset: DatasetConfig, domains: Sequence[str]) -> Loaded:
     """The prompts of a measurement, from any source of `load_bench_prompts` or `read_prompts`."""
     file = Path(source).expanduser()
     known = file.suffix in (".jsonl", *tables.BUILDERS)

@@ -150,7 +150,7 @@ class Packer:
 class FlatFile:
     """Ranges of a flat file with four bytes per token, from the disk or from memory."""
 
-    def __init__(self, source: Path | bytes, dtype: Any = np.int32) -> None:
+    def __init__(self, source: Path | bytes, dtype: Any) -> None:
         self._dtype = dtype
         self._bytes = source if isinstance(source, bytes) else b""
         self._descriptor = -1 if isinstance(source, bytes) else os.open(source, os.O_RDONLY)

@@ -26,8 +26,6 @@ from train.data.permute import stable_permutation, unit_interval
 from train.data.streams import Place, StreamedRows, TableRows
 from train.data.tables import BadRowError, RawRow, open_table
 
-__all__ = ["DataConfig", "Mixture", "Row", "SkippedRow", "Source", "content_hash"]
-
 KIND_PROBE = 1000
 """Rows that are inspected to find what a column holds."""
 

@@ -124,7 +124,7 @@ class ThreadedSource:
         form: Form,
         threads: int,
         stop: Callable[[], None],
-        pinned: bool = False,
+        pinned: bool,
     ) -> None:
         self.fetch, self.form, self.stop, self.pinned = fetch, form, stop, pinned
         self._workers: Workers[Content] = Workers(threads, "features")

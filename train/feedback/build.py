@@ -48,6 +48,7 @@ from train.data.answers import (
     AnswerRow,
     AnswersManifest,
     copy_held_out,
+    parquet_bytes,
     read_answers,
 )
 from train.data.masks import mask_of
@@ -407,9 +408,8 @@ class _Writer:
 
     def _flush(self) -> None:
         name = f"{SHARDS}/shard-{len(self.shards):05d}.parquet"
-        table, sink = pa.Table.from_pylist(self._waiting, self.schema), pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd")
-        write_bytes(self.out / name, sink.getvalue().to_pybytes())
+        table = pa.Table.from_pylist(self._waiting, self.schema)
+        write_bytes(self.out / name, parquet_bytes(table))
         self.shards.append(file_entry(self.out, name, rows=len(self._waiting)))
         self._waiting = []
 

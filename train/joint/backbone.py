@@ -19,9 +19,7 @@ from inference.kernels.packed_linear import packed_linears
 from inference.target.model import TargetModel
 from inference.target.taps import find_layers
 from train.joint.config import JointConfig
-
-ADAPTER = "default"
-"""The one adapter's name inside peft's layers."""
+from train.lora import ADAPTER, inject
 
 
 class Backbone:
@@ -35,7 +33,8 @@ class Backbone:
         for part in target.model.modules():
             part.__dict__.pop("forward", None) if type(part) is nn.Linear else None
         names = self._choose()
-        self._inject(names)
+        inject(target.model, names, config.rank, config.alpha, "joint=lora")
+        target.model.eval()
         self.layers = {name: target.model.get_submodule(name) for name in names}
         self.parameters = self._initialise(torch.Generator().manual_seed(seed))
 
@@ -65,21 +64,6 @@ class Backbone:
                     "target.tensor_parallel=false."
                 )
         return list(chosen)
-
-    def _inject(self, names: list[str]) -> None:
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ImportError as error:
-            raise UserError(
-                f"joint=lora needs peft, which cannot be imported ({error}). Install it."
-            ) from error
-        rank, alpha = self.config.rank, self.config.alpha
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=False)
-        device = self.target.device
-        # the random values drawn here are not kept
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            inject_adapter_in_model(config, self.target.model, ADAPTER)
-        self.target.model.eval()
 
     def _initialise(self, generator: torch.Generator) -> dict[str, nn.Parameter]:
         """A with the variance of peft's uniform one, B zero; equal on every device."""

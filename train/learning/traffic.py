@@ -39,6 +39,7 @@ from inference.verifications import (
     VERIFICATIONS,
     read_facts,
 )
+from train.data.answers import parquet_bytes
 from train.learning.config import LearnConfig
 
 Row = dict[str, Any]
@@ -187,9 +188,7 @@ def write_cycle(samples: Path, sampled: Sampled, parts: Split, out: Path) -> Non
     sequences = pa.Table.from_pylist(parts.train, SCHEMAS[SEQUENCES])
     tables = {VERIFICATIONS: verifications, SEQUENCES: sequences}
     for name, table in tables.items():
-        sink = pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd")
-        write_bytes(out / RECORDS / f"{name}-00000.parquet", sink.getvalue().to_pybytes())
+        write_bytes(out / RECORDS / f"{name}-00000.parquet", parquet_bytes(table))
     write_json(out / RECORDS / FACTS_FILE, read_facts(samples))
 
 

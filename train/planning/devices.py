@@ -82,14 +82,14 @@ def find_peak(
                 slower = (peak for variant, peak in VARIANTS.items() if variant in name)
                 return Peak(next(slower, known.peak), f"{name}, dense bfloat16, maker's figure")
         return Peak(0.0, f"{name} is not in the table; give train.peak_tflops")
-    return measured_peak(dtype, torch.get_num_threads(), again=again)
+    return measured_peak(dtype, again=again)
 
 
-def measured_peak(dtype: torch.dtype, threads: int, *, again: bool = False) -> Peak:
+def measured_peak(dtype: torch.dtype, *, again: bool) -> Peak:
     """The speed of a product of two [1024, 1024] matrices on this CPU: the highest of all probes.
     Other work can only slow a product down, so probes at different times (`again`) come nearer to
     the CPU's peak than a single one."""
-    assert threads == torch.get_num_threads(), "measured with the threads that are set"
+    threads = torch.get_num_threads()
     highest, count = _probes.get((dtype, threads), (0.0, 0))
     if again or not count:
         highest, count = max(highest, _probe(dtype)), count + 1

@@ -64,13 +64,12 @@ class FlopCount(TorchDispatchMode):
 
 class Footprint(FlopCount):
     """Also tracks the memory of tensors created inside. `peak`: most bytes alive at once;
-    `largest`: bytes of the largest one, of shape `largest_shape`, created by `largest_op`."""
+    `largest`: bytes of the largest one, of shape `largest_shape`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = self.largest = 0
         self.largest_shape: tuple[int, ...] = ()
-        self.largest_op = ""
         self._inside: set[int] = set()
         self._outside: set[int] = set()
 
@@ -81,7 +80,7 @@ class Footprint(FlopCount):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for value in tree_leaves(out):
             if isinstance(value, Tensor) and value.layout == torch.strided:
-                self._add(value, func)
+                self._add(value)
         return out
 
     def _meet(self, value: Tensor) -> None:
@@ -92,7 +91,7 @@ class Footprint(FlopCount):
             self._outside.add(key)
             weakref.finalize(storage, self._outside.discard, key)
 
-    def _add(self, value: Tensor, func: Any) -> None:
+    def _add(self, value: Tensor) -> None:
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._inside or key in self._outside:
@@ -103,7 +102,7 @@ class Footprint(FlopCount):
         self.live += size
         self.peak = max(self.peak, self.live)
         if size > self.largest:
-            self.largest, self.largest_shape, self.largest_op = size, tuple(value.shape), str(func)
+            self.largest, self.largest_shape = size, tuple(value.shape)
 
     def _drop(self, key: int, size: int) -> None:
         self._inside.discard(key)

@@ -193,7 +193,7 @@ class WeightFiles:
     numbers, and the others cannot be read. Raises `UserError` if files or weights are missing."""
 
     def __init__(
-        self, model: Any, config: TargetConfig, revision: str | None, quantised: bool = False
+        self, model: Any, config: TargetConfig, revision: str | None, quantised: bool
     ) -> None:
         self.path, self.revision, self.quantised = config.path, revision, quantised
         self.read_so_far: dict[str, int] = {}

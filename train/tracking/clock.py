@@ -86,10 +86,6 @@ class Clock:
         self._open.clear()
         self._last = self.timeline.mark()
 
-    @property
-    def current(self) -> str:
-        return self._stack[-1]
-
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Time inside the block belongs to `name`, except for parts within it."""

@@ -24,6 +24,8 @@ from heads.nn.losses import full_precision, widen
 
 COOLEST, HOTTEST, STEPS = 0.2, 5.0, 65
 """Temperatures that calibration tries: from, to, how many (evenly on a logarithmic scale)."""
+BINS = 10
+"""Bins of chances that a calibration error compares."""
 
 
 class ConfidenceHead(nn.Module):
@@ -93,13 +95,13 @@ def fit_temperatures(log_odds: Tensor, accepted: Tensor) -> Tensor:
     return torch.tensor(temperatures, dtype=torch.float32)
 
 
-def calibration_error(chances: Tensor, outcomes: Tensor, bins: int = 10) -> float:
+def calibration_error(chances: Tensor, outcomes: Tensor) -> float:
     """Expected calibration error of chances [M] in [0, 1] against outcomes [M] of 0 and 1: the mean
-    gap between predicted and observed rate over bins of equal width, weighted by their share.
+    gap between predicted and observed rate over `BINS` of equal width, weighted by their share.
     """
-    place = (chances * bins).long().clamp(0, bins - 1)
-    said = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, chances.double())
-    seen = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, outcomes.double())
+    place = (chances * BINS).long().clamp(0, BINS - 1)
+    said = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, chances.double())
+    seen = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, outcomes.double())
     return float((said - seen).abs().sum() / max(1, chances.shape[0]))
 
 

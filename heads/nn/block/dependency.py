@@ -140,7 +140,7 @@ class MarkovTables(nn.Module):
 class Markov(Dependency):
     """A low-rank table of which token follows which (DSpark)."""
 
-    def __init__(self, rank: int, info: TargetInfo, variant: str = "markov") -> None:
+    def __init__(self, rank: int, info: TargetInfo, variant: str) -> None:
         super().__init__(rank, info)
         self.recurrent = variant == "rnn"
         self.size = 2 * rank if self.recurrent else rank

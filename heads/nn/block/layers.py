@@ -51,7 +51,7 @@ class BlockAttention(Attention):
 class BlockLayer(nn.Module):
     """Pre-norm attention and SwiGLU over slots, optionally with DFlash 2's convolutions."""
 
-    def __init__(self, shape: LayerShape, own_context: bool = False, conv_group: int = 0) -> None:
+    def __init__(self, shape: LayerShape, own_context: bool, conv_group: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = BlockAttention(shape, own_context)

@@ -18,6 +18,7 @@ objective.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,7 @@ from heads.kernels.reference.row_losses import (
     RowLosses,
 )
 from heads.nn import losses
+from heads.nn.checkpointing import recomputed
 
 WEIGHTINGS = ("exponential", "uniform", "d_pace")
 
@@ -53,13 +55,7 @@ class Objective:
     annealed_lk: float
 
     def __post_init__(self) -> None:
-        values = [self.ce, self.kl, self.tv, self.lk, self.annealed_lk]
-        if min(values) < 0 or max(values) == 0:
-            raise UserError(
-                "a block drafter needs an objective: give a positive weight to one or more of "
-                "head.ce, head.kl, head.tv, head.lk, head.annealed_lk, and none below 0; given "
-                f"{values}."
-            )
+        losses.require_objective("block", vars(self))
 
     @property
     def soft(self) -> bool:
@@ -106,6 +102,15 @@ class Objective:
         if self.annealed_lk == 0:
             return ends[0]
         return losses.annealed_lk(ends[0], ends[1], 1.0 - distance / counts.clamp(min=1))
+
+
+def sum_over_blocks(part: Callable[[int], losses.Sums], blocks: int, chunk: int) -> losses.Sums:
+    """Add up part(first) over the chunks of `chunk` of a row's `blocks` blocks, given the number of
+    their first one. If there are several, each is recomputed in the backward pass."""
+    if blocks <= chunk:
+        return part(0)
+    parts: list[losses.Sums] = [recomputed(part, first) for first in range(0, blocks, chunk)]
+    return tuple(sum(values[1:], values[0]) for values in zip(*parts, strict=True))
 
 
 def by_row_and_depth(items: Tensor, block: Tensor, depth: Tensor, size: tuple[int, ...]) -> Tensor:

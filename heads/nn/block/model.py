@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from heads.api.checkpoint import unset_parameters
-from heads.api.drafter import TrainableDrafter
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
 from heads.api.target_info import TargetInfo, TargetWeights
@@ -26,11 +25,11 @@ from heads.nn.block.dependency import build_dependency
 from heads.nn.block.lattice import candidate_logits
 from heads.nn.block.layers import BlockLayer, LayerFusion, spread, start_layers
 from heads.nn.blocks import Attend, RMSNorm, initialise_blocks
-from heads.nn.feature.base import layer_shape
+from heads.nn.feature.base import FeatureDrafter, layer_shape
 from heads.nn.rope import Rope, Rotation
 
 
-class BlockModel(TrainableDrafter):
+class BlockModel(FeatureDrafter):
     """The network of a block drafter."""
 
     additions: ClassVar[tuple[str, ...]] = (
@@ -114,9 +113,7 @@ class BlockModel(TrainableDrafter):
             for conv in (layer.attention_conv, layer.mlp_conv):
                 if conv is not None:
                     conv.initialise()
-        final_norm = weights.final_norm()
-        if final_norm is not None:
-            init.copy(self.norm.weight, final_norm)
+        self.copy_final_norm(self.norm.weight, weights)
         if self.mask_embedding is not None:
             spread_of = float(weights.embedding.float().std())
             init.normal(self.mask_embedding, spread_of, generator)
@@ -145,7 +142,7 @@ class BlockModel(TrainableDrafter):
     # The network
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        return self.target.embed(tokens, self.norm.weight.dtype)
+        return self.embed(tokens, self.norm.weight.dtype)
 
     def _project_given(self, states: Tensor) -> Tensor:
         """States [..., H] as the dependency gets them -> the target's logits [..., V]."""

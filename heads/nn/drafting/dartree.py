@@ -51,7 +51,7 @@ def grow_from_pass(
     state: Rooted,
     logits: Tensor,
     noise: Noise,
-    token_ids: Tensor | None = None,
+    token_ids: Tensor | None,
     along: Along | None = None,
     carry: Tensor | None = None,
     columns: Tensor | None = None,

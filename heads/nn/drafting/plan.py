@@ -9,14 +9,17 @@ words of 32 bits, V' draft vocabulary, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from heads.api.one_pass import refuse_dartree
 from heads.api.tree import DartreeShape, DraftShape, DynamicShape, Level, TokenTree, ancestor_words
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +30,7 @@ class LevelPlan:
     which of the P * (max_rank + 1) candidates becomes each node; None when that is all of them in
     order. rows [P] int64: the run rows as places in the level above, None when that is all of them
     in order. carry [P] int64: the run row, one level up, whose output each run row continues; None
-    when that is all in order. span: this level's run rows among `TreePlan.run_nodes`.
+    when that is all in order. span: this level's run rows among the run rows of all levels.
     """
 
     depth: int
@@ -49,11 +52,11 @@ class TreePlan:
     # [N - 1] int64: (depth - 1) * (max_rank + 1) + sibling rank of each drafted node
     by_depth_and_rank: Tensor
     best_path: Tensor  # [N] bool: the root and its rank-0 descendants
-    run_nodes: Tensor  # [R] int64: the drafted nodes that have children, level by level
+    # run rows: the drafted nodes that have children, level by level
     run_depth: Tensor  # [R] int64: their depths
-    run_visible: Tensor  # [1, R, R] bool: which of the run nodes they attend to
+    run_visible: Tensor  # [1, R, R] bool: which of each other they attend to
     run_words: Tensor  # [1, R, W] int32: the same in bits
-    drawn_from: Tensor  # [N] int64: place of each node among the root and `run_nodes`; 0 for leaves
+    drawn_from: Tensor  # [N] int64: place of each node among the root and run rows; 0 for leaves
     shared_between_rows: ClassVar[bool] = True
 
     @property
@@ -90,7 +93,6 @@ class TreePlan:
             by_depth_and_rank=(tree.depth[0][1:] - 1) * (max(ranks) + 1)
             + torch.tensor(ranks[1:], dtype=torch.int64, device=device),
             best_path=torch.tensor(best, device=device),
-            run_nodes=run,
             run_depth=tree.depth[0][run],
             run_visible=visible,
             run_words=ancestor_words(visible),
@@ -172,20 +174,54 @@ def _plan_levels(levels: list[Level], device: torch.device) -> tuple[list[LevelP
     return plans, all_run
 
 
+class LastShape(Generic[Value]):
+    """Caches what is made of the last shape, since every refilled row starts with the same one."""
+
+    def __init__(self) -> None:
+        self._known: tuple[DraftShape, Value] | None = None
+
+    def get(self, shape: DraftShape, make: Callable[[], Value]) -> Value:
+        """The value of `shape`: the cached one, or that of `make`."""
+        if self._known is None or self._known[0] is not shape:
+            self._known = shape, make()
+        return self._known[1]
+
+
 class PlanCache:
-    """Caches the plan of the last shape, since every refilled row starts with the same one.
+    """Makes and caches plans.
 
     one_pass: whether shapes that grow from one pass can be filled (`TrainableDrafter.one_pass`).
     """
 
     def __init__(self, one_pass: bool = False) -> None:
         self.one_pass = one_pass
-        self._known: tuple[DraftShape, Plan] | None = None
+        self._last: LastShape[Plan] = LastShape()
 
     def of(self, shape: DraftShape) -> Plan:
         """The plan; raises `UserError` for a shape that the drafter cannot fill."""
-        if self._known is None or self._known[0] is not shape:
-            if not self.one_pass:
-                refuse_dartree(shape)
-            self._known = shape, make_plan(shape)
-        return self._known[1]
+        if not self.one_pass:
+            refuse_dartree(shape)
+        return self._last.get(shape, lambda: make_plan(shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """A tree that does not change while a batch is decoded. Shared between the rows of a batch."""
+
+    tree: TokenTree
+    shared_between_rows: ClassVar[bool] = True
+
+
+class ChainCache:
+    """Makes and caches the longest chain within a shape, for drafters with one continuation."""
+
+    def __init__(self) -> None:
+        self._last: LastShape[Fixed] = LastShape()
+
+    def of(self, shape: DraftShape, device: torch.device) -> Fixed:
+        """The chain; raises `UserError` for a shape that grows from one pass."""
+        refuse_dartree(shape)
+        if isinstance(shape, TokenTree) and shape.is_chain:
+            return self._last.get(shape, lambda: Fixed(shape))
+        depth = min(shape.max_depth, shape.num_nodes - 1)
+        return self._last.get(shape, lambda: Fixed(TokenTree.chain(depth, device)))

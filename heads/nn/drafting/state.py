@@ -16,6 +16,7 @@ from torch import Tensor
 from heads.api.drafter import TargetStates
 from heads.nn.drafting.plan import Plan
 from heads.nn.drafting.sight import Sight, attend_cache
+from heads.nn.rope import Rope
 
 
 @dataclass
@@ -31,6 +32,11 @@ class Rooted:
         """The state after a committed run, for drafters that keep nothing else."""
         _, _, root, root_position = last_valid(run)
         return cls(root, root_position, plan)
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of the rows [B, 1] int64."""
+        return torch.arange(self.root.shape[0], device=self.root.device)[:, None]
 
     def advance(self, run: TargetStates) -> tuple[Tensor, Tensor]:
         """Move past a committed run, in place -> row and place [B, 1] of its last valid entry."""
@@ -73,6 +79,10 @@ class Cached(Rooted):
     def slots(self) -> int:
         """The number of slots S."""
         return self.keys[0].shape[1]
+
+    def rotations(self, rope: Rope) -> Tensor:
+        """The table of `rope` for all slots, in the dtype of the keys (see `Rope.table`)."""
+        return rope.table(self.slots, self.keys[0].device, self.keys[0].dtype)
 
     def store(self, layer: int, rows: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Write keys and values [B, Q, g, D] of a layer to `slots` [B, Q] of `rows` [B, 1]."""

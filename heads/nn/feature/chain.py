@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
@@ -149,7 +148,7 @@ class Chain:
         features = net.features(accepted.taps, accepted.last_hidden)
         states, residual = net.read(accepted.next_tokens, features)  # [B, W, X], [B, W, H]
         at, slots = state.advance(accepted), run_slots(accepted)
-        attended = attend_last(attention, state, states, slots, at, self._table(state))
+        attended = attend_last(attention, state, states, slots, at, self.rope)
         state.output.copy_(net.finish(residual[at], attended))
         return state
 
@@ -158,9 +157,9 @@ class Chain:
 
         columns [V'] int64: target ids of the logits' columns when the draft vocabulary is reduced.
         """
-        rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
+        rows = state.rows
         # A node at depth d is one position before its own token, at root_position + d - 1.
-        memory = Memory(state.root_position, self._table(state))
+        memory = Memory(state.root_position, state.rotations(self.rope))
 
         def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
             return self._advance(state, place, rows, tokens, feature)
@@ -179,9 +178,6 @@ class Chain:
         shown, following = net.emit(net.finish(residual, attended))
         return net.logits(shown), following
 
-    def _table(self, state: Cached) -> Tensor:
-        return self.rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)
-
 
 def attend_last(
     attention: Attention,
@@ -189,15 +185,14 @@ def attend_last(
     states: Tensor,
     slots: Tensor,
     at: tuple[Tensor, Tensor],
-    table: Tensor,
+    rope: Rope,
 ) -> Tensor:
     """Store a run's keys and values in layer 0 of the cache, and attend from its last entry.
 
     states [B, W, X]: the attention's input at `slots` [B, W]; at: rows and places [B, 1] of the
-    last entries, where the cache ends (`state.root_position`); table: rotations of all positions.
-    Returns [B, 1, h * D].
+    last entries, where the cache ends (`state.root_position`). Returns [B, 1, h * D].
     """
-    cosine, sine = rotation = look_up(table, slots)
+    cosine, sine = rotation = look_up(state.rotations(rope), slots)
     state.store(0, at[0], slots, *attention.key_value(states, rotation))
     query = attention.query(states[at], (cosine[at], sine[at]))
     return state.attend(0, query, UpTo.committed(state.root_position))

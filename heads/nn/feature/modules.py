@@ -89,7 +89,7 @@ class ModuleChain:
         rows, last = state.advance(accepted)
         states = accepted.last_hidden.to(state.output.dtype)
         embedded = self.owner.embed(accepted.next_tokens, states.dtype)
-        place = CachePlace.run(run_slots(accepted), self._table(state))
+        place = CachePlace.run(run_slots(accepted), state.rotations(self.rope))
         at_last = []
         for index in range(len(state.keys)):
             output = self._run(state, index, embedded, states, place, rows)
@@ -100,8 +100,8 @@ class ModuleChain:
 
     def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
         """Grow level by level; nodes at depth j run modules j+1 and on. See the protocol."""
-        rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position, self._table(state))
+        rows = state.rows
+        memory = Memory(state.root_position, state.rotations(self.rope))
         depth = 0
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,6 +135,3 @@ class ModuleChain:
             return state.attend(index, query, place.sight)
 
         return self.modules[index].run(embedded, states, place.rotation, attend)
-
-    def _table(self, state: Cached) -> Tensor:
-        return self.rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from heads.api.drafter import TargetStates
-from heads.nn.lookup.table import History
+from heads.nn.lookup.history import History
 
 BARRIER = -2
 """Separates answers. Not -1, which `History.newest` returns before a text's beginning."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from heads.api.batch import TrainBatch
@@ -101,15 +100,15 @@ class LayerChain:
         reads them."""
         rows, last = state.advance(accepted)
         features = self.network.features(accepted.taps, accepted.last_hidden)
-        place = CachePlace.run(run_slots(accepted), self._table(state))
+        place = CachePlace.run(run_slots(accepted), state.rotations(self.rope))
         output = self._run(state, place, rows, accepted.next_tokens, features)
         state.output.copy_(output[rows, last])
         return state
 
     def propose(self, state: Cached, noise: Noise, columns: Tensor | None = None) -> Proposal:
         """Grow the draft level by level from the last committed row's output; see the protocol."""
-        rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position, self._table(state))
+        rows = state.rows
+        memory = Memory(state.root_position, state.rotations(self.rope))
 
         def step(place: CachePlace, tokens: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
             output = self._run(state, place, rows, tokens, feature)
@@ -128,6 +127,3 @@ class LayerChain:
             return state.attend(0, query, place.sight)
 
         return self.network.run(tokens, feature, place.rotation, attend)
-
-    def _table(self, state: Cached) -> Tensor:
-        return self.rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)

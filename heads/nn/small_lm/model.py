@@ -114,8 +114,12 @@ class SmallLM(TrainableDrafter):
     def sequence(self, batch: TrainBatch) -> Tensor:
         """Normalised states [B, T, H] of packed sequences; the one at t predicts token t+1."""
         attend: Attend = partial(sequence_attention, packing=Packing.of(batch))
-        states = self.embed(batch.tokens)
-        rotation = self._rope.at(batch.positions, states.dtype)
+        return self._run(batch.tokens, batch.positions, attend)
+
+    def _run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Normalised states [B, T, H] of tokens [B, T] at `positions`."""
+        states = self.embed(tokens)
+        rotation = self._rope.at(positions, states.dtype)
         for layer in self.model.layers:
             states = layer(states, rotation, attend)
         return cast(Tensor, self.model.norm(states))
@@ -161,9 +165,9 @@ class SmallLM(TrainableDrafter):
         """Run tokens [B, P] at positions `slots` [B, P], where each sees everything up to itself,
         and keep their keys and values -> normalised states [B, Q, H] of the places `wanted` [B, Q]
         among them (all: None)."""
-        rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
-        rotation = look_up(self._table(state), slots)
+        rotation = look_up(state.rotations(self._rope), slots)
         states, count, sight = self.embed(tokens), len(self.model.layers), UpTo.run(slots)
+        rows = state.rows
         for index in range(count if wanted is None else count - 1):
             states = self._layer(state, index, states, rotation, rows, slots, sight)
         # after the last layer's keys and values, nothing needs the other states
@@ -195,8 +199,8 @@ class SmallLM(TrainableDrafter):
 
     def propose(self, state: State, noise: Noise) -> Proposal:
         """Grow the tree level by level from the root's output; see the protocol."""
-        rows = torch.arange(state.root.shape[0], device=state.root.device)[:, None]
-        memory = Memory(state.root_position + 1, self._table(state))
+        rows = state.rows
+        memory = Memory(state.root_position + 1, state.rotations(self._rope))
 
         def step(place: CachePlace, tokens: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
             states = self.embed(tokens)
@@ -217,6 +221,3 @@ class SmallLM(TrainableDrafter):
         first = (state.root_position + 1 + offset)[:, None]
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.logits(self.run(state, tokens, first + places))
-
-    def _table(self, state: State) -> Tensor:
-        return self._rope.table(state.slots, state.keys[0].device, state.keys[0].dtype)

@@ -68,7 +68,7 @@ def resolve(config: C, info: TargetInfo) -> tuple[StartingModel | None, C]:
     return source, replace(config, from_model="", any_tokenizer=False, **source.sizes)
 
 
-def read_source(folder: Path, info: TargetInfo, any_tokenizer: bool = False) -> StartingModel:
+def read_source(folder: Path, info: TargetInfo, any_tokenizer: bool) -> StartingModel:
     """Describe a model's or drafter's folder; raises `UserError` if no drafter for the target
     `info` can start from it."""
     path = folder / CONFIG_FILE

@@ -143,8 +143,7 @@ class LayerDrafter(TrainableDrafter):
         self, state: State, states: Tensor, place: CachePlace, blocks: Sequence[DraftLayer]
     ) -> Tensor:
         """Embeddings [B, P, H] through `blocks` and the cache -> the LM head's input."""
-        rows = torch.arange(states.shape[0], device=states.device)[:, None]
-        number = 0
+        rows, number = state.rows, 0
         for block in blocks:
             attended = None
             if block.attends:

@@ -47,6 +47,16 @@ class KeptLayer:
     mlp: bool = True
 
 
+def require_ascending(layers: Sequence[int], every: int, setting: str, given: object) -> None:
+    """Raise `UserError`, which shows the `given` value of the setting, unless `layers` ascend and
+    exist in a target of `every` layers."""
+    if list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < every:
+        raise UserError(
+            f"{setting} must name layers of the target in ascending order: it has {every} layers, "
+            f"numbered from 0; given {given}."
+        )
+
+
 class DraftLayer(Protocol):
     """A residual layer in a drafter's stack: one of the target's, or one of the drafter's own.
 

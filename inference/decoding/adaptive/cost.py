@@ -50,7 +50,7 @@ def adaptive_parts(
     if not settings.lengths:
         return limits, None
     assert verify is not None
-    return limits, Lengths(settings.lengths, [verify[n] + draft[n] for n in settings.lengths], rows)
+    return limits, Lengths(settings.lengths, [verify[n] + draft[n] for n in settings.lengths])
 
 
 def pass_seconds(

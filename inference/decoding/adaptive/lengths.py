@@ -36,6 +36,8 @@ from inference.decoding.adaptive import head
 from inference.decoding.rules.accept import leading
 
 DEFAULT_THRESHOLDS = {"entropy": 2.0, "confidence": 0.3}
+DECAY = 0.98
+"""Share of its weight that a counted pass of `Lengths` keeps per pass."""
 
 
 @dataclass(frozen=True)
@@ -229,15 +231,13 @@ class Limits:
 class Lengths:
     """Chooses the next step's length by expected tokens per second, from finished steps.
 
-    Acceptance is counted per level; old passes lose weight (`decay` per pass). The estimate of a
+    Acceptance is counted per level; old passes lose weight (`DECAY` per pass). The estimate of a
     level that was not tried for a while returns to that of the level above it, so that a length
     which once did not pay is tried again.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], seconds: Sequence[float], rows: int, decay: float = 0.98
-    ) -> None:
-        self.lengths, self.rows, self.decay = tuple(lengths), rows, decay
+    def __init__(self, lengths: Sequence[int], seconds: Sequence[float]) -> None:
+        self.lengths = tuple(lengths)
         self.seconds = dict(zip(self.lengths, seconds, strict=True))
         self.tried = [0.0] * (max(self.lengths) + 1)
         self.kept = [0.0] * (max(self.lengths) + 1)
@@ -245,8 +245,8 @@ class Lengths:
     def observe(self, accepted: int, live: int) -> None:
         """Count a pass of one row that tested up to `live` drafted tokens and kept `accepted`."""
         for level in range(1, len(self.tried)):
-            self.tried[level] *= self.decay
-            self.kept[level] *= self.decay
+            self.tried[level] *= DECAY
+            self.kept[level] *= DECAY
             if level <= min(accepted + 1, live):
                 self.tried[level] += 1
                 self.kept[level] += level <= accepted

@@ -82,11 +82,6 @@ class CompiledStep:
             choice = choose(TREE_ATTENTION, "cpu", decoder.target.dtype)
         self._reads_committed = choice.implementation == "cpp"
 
-    @property
-    def graphs(self) -> int:
-        """How many steps were compiled, one for every bound."""
-        return len(self._plans)
-
     def bound(self, longest: int) -> int:
         """The slots that attention may read when the longest row has `longest` committed tokens."""
         if self._reads_committed:

@@ -44,6 +44,15 @@ def leading(good: Tensor) -> Tensor:
     return F.pad(ends, (0, 1), value=levels).amin(1)
 
 
+def children_lists(parents: list[int]) -> list[list[int]]:
+    """The children of every node of a tree, in their order; the root is its own parent."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        if node:
+            children[parent].append(node)
+    return children
+
+
 def walk(tokens: Tensor, picks: Tensor, tree: TokenTree) -> Walk:
     """Follow the target's picks from the root. tokens, picks [B, N] int64 (drafted tokens; the
     target's choice at each node)."""

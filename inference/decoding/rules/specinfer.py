@@ -28,6 +28,7 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules import weights
+from inference.decoding.rules.accept import children_lists
 from inference.decoding.rules.base import Rule, RuleOptions, Verdict
 from inference.decoding.sampling.noise import SharedNoise
 
@@ -119,7 +120,7 @@ def children_of(tree: TokenTree) -> tuple[Tensor, tuple[int, ...]]:
     on the host.
     """
     parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
-    children = weights.children_lists(tree)
+    children = children_lists(parents)
     widths = [0] * tree.max_depth
     for node, below in enumerate(children):
         if below:

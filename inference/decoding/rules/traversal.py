@@ -33,7 +33,8 @@ from torch import Tensor
 from heads.api.drafter import Proposal
 from heads.api.tree import DraftShape, TokenTree
 from inference.decoding.rules import weights
-from inference.decoding.rules.base import Rule, RuleOptions, Verdict
+from inference.decoding.rules.accept import children_lists
+from inference.decoding.rules.base import Rule, RuleOptions, Verdict, tested
 from inference.decoding.sampling.noise import SharedNoise
 
 
@@ -64,12 +65,10 @@ class Traversal(weights.TreeRule):
         kept, depth = walk.kept, proposal.tree.depth[0]
         accepted = depth[kept]
         path = self._paths[kept]
-        tested = self._inner[kept]
-        if proposal.limit is not None:
-            tested = tested & (accepted < proposal.limit)
+        refused = tested(self._inner[kept], accepted, proposal)
         bonus = weights.draw(walk.left, walk.left, weights.at_node(positions, kept) + 1, noise)
         drafted = proposal.tokens.gather(1, path[:, 1:])
-        return Verdict(path, accepted, tested, weights.committed(drafted, accepted, bonus))
+        return Verdict(path, accepted, refused, weights.committed(drafted, accepted, bonus))
 
 
 class _Walk:
@@ -141,7 +140,7 @@ def read(tree: TokenTree) -> tuple[list[list[int]], list[int], Tensor]:
     """Read a static tree. Returns each node's children in order and its depth, on the host, and the
     paths [N, D+1] int64 to the nodes, root first, 0 beyond, on the tree's device."""
     parents, depth = tree.parents[0].tolist(), tree.depth[0].tolist()
-    children = weights.children_lists(tree)
+    children = children_lists(parents)
     paths = torch.zeros(len(parents), tree.max_depth + 1, dtype=torch.int64)
     for node in range(1, len(parents)):
         paths[node] = paths[parents[node]]

@@ -155,15 +155,6 @@ class TreeRule(ABC):
         """`judge` for drafts with weights in a static tree."""
 
 
-def children_lists(tree: TokenTree) -> list[list[int]]:
-    """The children of every node of a static tree, in node order; read on the host."""
-    children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
-    for node, parent in enumerate(tree.parents[0].tolist()):
-        if node:
-            children[parent].append(node)
-    return children
-
-
 class ChainRule(ABC):
     """Base of the rules that weigh the drafts of a chain. `match` judges certain drafts and
     temperature 0. A rule implements `keep`, which decides how many drafts are kept."""

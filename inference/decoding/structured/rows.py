@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from heads.api.drafter import FORCED_TOKENS, Proposal
 from heads.api.tree import DraftShape
+from inference.decoding.rules.accept import children_lists
 from inference.decoding.structured.leading import NO_TOKEN, Lead, unpacked
 from inference.decoding.structured.matcher import Matcher
 
@@ -132,7 +133,7 @@ class RowGrammars:
             tokens, parents = self._buffers.asked()
             for row, matcher in enumerate(self._matchers[: len(tokens)]):
                 if matcher is not None:
-                    children = children_of(parents[row])
+                    children = children_lists(parents[row])
                     words = self._buffers.host[row, : len(children)]
                     matcher.masks(words, tokens[row], children)
             self._buffers.send(len(tokens))
@@ -190,15 +191,6 @@ class _Buffers:
 def padded(tokens: list[int], size: int) -> list[int]:
     """`tokens` with `NO_TOKEN` behind them."""
     return [*tokens, *[NO_TOKEN] * (size - len(tokens))]
-
-
-def children_of(parents: list[int]) -> list[list[int]]:
-    """The children of every node, in their order; the root is its own parent."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents):
-        if node:
-            children[parent].append(node)
-    return children
 
 
 def forbid(logits: Tensor, words: Tensor) -> Tensor:

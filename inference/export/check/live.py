@@ -392,7 +392,7 @@ def decode(
     engine = Engine(target, drafter, settings)
     list(engine.run(requests[:1]))  # Allocations and thread pools settle.
     begin = time.perf_counter()
-    answers = in_order(engine, requests)
+    answers = engine.completions(requests)
     seconds = time.perf_counter() - begin
     tokens = [list(answer.tokens) for answer in answers]
     steps = [[item.committed for item in answer.passes] for answer in answers]
@@ -400,12 +400,6 @@ def decode(
         wide = replace(settings, batch_size=max(batch, min(8, len(requests))))
         counts = count_steps(target, drafter, answers, depth, wide)
     return Decoded(tokens, steps, counts, divide(sum(map(len, tokens)), seconds))
-
-
-def in_order(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Answers in the order of their requests."""
-    done = {item.request.index: item for item in engine.run(requests)}
-    return [done[request.index] for request in requests]
 
 
 def count_steps(
@@ -429,7 +423,7 @@ def count_steps(
             replace(item.request, max_new_tokens=end + depth)
             for item, end in zip(answers, ends, strict=True)
         ]
-        again = in_order(Engine(endless, drafter, settings), longer)
+        again = Engine(endless, drafter, settings).completions(longer)
         for end, answer in zip(ends, again, strict=True):
             starts = accumulate((item.committed for item in answer.passes), initial=1)
             pairs = zip(starts, answer.passes, strict=False)

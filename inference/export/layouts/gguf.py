@@ -76,7 +76,7 @@ def write(checkpoint: Checkpoint, target: Target, options: ExportConfig) -> Writ
             raise _refuse("its Qwen3 layers have no biases", "head.attention_bias=false")
     elif method == EAGLE3:
         found, architecture = eagle3.write(checkpoint, target, options), EAGLE3
-        require_eagle3(checkpoint, found.config)
+        require_eagle3(found.config)
     else:
         found, architecture = dflash.write(checkpoint, target, options), DFLASH
         own_vocabulary(checkpoint, found, target)
@@ -109,7 +109,7 @@ def _refuse(what: str, train: str) -> Exception:
     return base.refuse(what, ENGINE, f"Train with {train}, or serve it with vLLM.")
 
 
-def require_eagle3(checkpoint: Checkpoint, config: Json) -> None:
+def require_eagle3(config: Json) -> None:
     """Raise `UserError` for options of EAGLE-3 that llama.cpp's graph does not have."""
     refusals = (
         (config["fc_norm"], "its EAGLE-3 has no norm per tapped layer", "head.tap_norm=false"),

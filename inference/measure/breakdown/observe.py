@@ -23,7 +23,7 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import PassRecord, Request
 from inference.decoding.rules.base import Rule, Verdict
-from inference.decoding.sampling.distribution import SamplingSettings, shape_logits
+from inference.decoding.sampling.distribution import SamplingSettings, over_vocabulary, shape_logits
 from inference.decoding.sampling.noise import SharedNoise, Stream
 from inference.decoding.session import Session
 from inference.target.model import TargetModel
@@ -196,11 +196,9 @@ class _Draft:
             rows = proposal.logits[:, nodes]
             scores = noise.scores(rows, positions[:, nodes] + 1, proposal.token_ids)[0].float()
             logits = rows[0].float()
-            if proposal.token_ids is not None:
-                full = logits.new_full((len(nodes), vocab), float("-inf"))
-                logits, scores = (
-                    full.index_copy(1, proposal.token_ids, values) for values in (logits, scores)
-                )
+            logits, scores = (
+                over_vocabulary(values, proposal.token_ids, vocab) for values in (logits, scores)
+            )
         own, best = logits.softmax(-1), scores.argmax(-1, keepdim=True)
         if proposal.confidence is not None:
             same = child & (proposal.tokens[0] == best)

@@ -51,11 +51,6 @@ class TurnRecord:
     answer: str
 
 
-def place_in(group: Group, concurrency: int, repeat: int, number: int) -> Place:
-    """The place of a window."""
-    return group.domain, group.first, group.end, concurrency, repeat, number
-
-
 @dataclass
 class WindowLog:
     """The records of a running measurement. windows, turns: of an earlier command; turns: answers

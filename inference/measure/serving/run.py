@@ -37,7 +37,7 @@ from inference.measure.config import BenchConfig, Provenance, process_facts, spl
 from inference.measure.datasets import Loaded, prompt_facts
 from inference.measure.metrics import context_bin, divide
 from inference.measure.prompts import Prompt, behind_others, prompt_seed
-from inference.measure.serving.log import FINAL_FILE, WindowLog, place_in
+from inference.measure.serving.log import FINAL_FILE, WindowLog
 from inference.measure.serving.structure import ASKED, ASKED_TOKENS, opening, require_opening
 from inference.measure.serving.summary import cells
 from inference.measure.serving.windows import (
@@ -279,7 +279,7 @@ class _Session:
     ) -> None:
         """Measure a window at the servers in this order, without prompts that are too long for one
         of them, unless an earlier command has."""
-        place = place_in(group, rows, repeat, number)
+        place = group.domain, group.first, group.end, rows, repeat, number
         if (record := self.log.restore(place, group, prompts, self.sides)) is not None:
             self.left_out |= {prompt.id for prompt in prompts} - set(record.prompts)
             self.keep_texts(record.prompts)

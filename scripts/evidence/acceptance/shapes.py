@@ -2,7 +2,7 @@
 
 A target's weights are arranged so that its greedy text is a known cycle with any rounding: the LM
 head is the shifted embedding, and the layers add little to the residual stream. Drafters do their
-real work. Their chains are accepted as in a recorded trajectory (`inference/measure/replay.py`). So
+real work. Their chains are accepted as in a recorded trajectory (`scripts/tools/replay.py`). So
 measurements depend only on the decoder and the machine.
 """
 

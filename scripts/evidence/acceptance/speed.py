@@ -24,7 +24,6 @@ from heads.kernels.dispatch import is_interpreted
 from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Completion, Request
-from inference.measure.replay import ReplayDrafter, read_trajectories
 from inference.measure.roofline import TargetBytes, probe_bandwidth, share_of
 from inference.report.model import BandwidthFacts
 from inference.target.model import TargetModel
@@ -33,6 +32,7 @@ from scripts.evidence.acceptance.parts import Check, Facts, Found, Part, Setting
 from scripts.evidence.acceptance.shapes import as_target, counting_model, new_head, texts
 from scripts.tools import bench_kernels
 from scripts.tools.common import REPORTS
+from scripts.tools.replay import ReplayDrafter, read_trajectories
 
 TRAJECTORIES, TRAJECTORY = REPORTS / "trajectories.json", "distilled"
 Which = Literal["usual", "sampled", "compiled"]

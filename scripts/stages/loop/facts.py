@@ -23,7 +23,7 @@ from inference.manifest import checkpoint_hash, write_json
 from inference.measure.answers import FINAL_FILE, read_records
 from inference.measure.metrics import Gain, Outcome, Totals, gain
 from inference.report.model import REPORT_FILE, read_report
-from scripts.config.own import BudgetConfig, RoundConfig
+from scripts.config.stage_configs import BudgetConfig, RoundConfig
 from scripts.run.folder import read_record
 from scripts.run.process import shown
 from scripts.stages.loop.plan import MORE

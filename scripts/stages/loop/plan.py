@@ -14,8 +14,8 @@ from typing import Any
 from heads.api.errors import UserError
 from inference.decoding.draft_file import DRAFT_KEYS
 from scripts.config.compose import parse
-from scripts.config.own import RoundConfig
 from scripts.config.schema import Settings, understands
+from scripts.config.stage_configs import RoundConfig
 from scripts.config.stages import STAGES, join
 from scripts.run.folder import stage_folder
 from scripts.run.process import shown

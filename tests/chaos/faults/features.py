@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from tests.chaos.ground import (
     trained_steps,
     truncate,
 )
+from tests.loopback import free_port
 from train.features.store.claims import Claims
 
 SMALL_SHARDS = "features.shard_mib=0.1"
@@ -217,13 +217,6 @@ def server(ground: Ground, port: int) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
-
-
-def free_port() -> int:
-    """A port that no one listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def asking(ground: Ground, name: str, port: int, retries: int) -> list[str]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from heads.api.features import FeatureSpec
 from inference.audit import comparison
 from inference.audit.comparison import AuditReport, Known, audit, flips_alone
 from inference.decoding.config import DecodeConfig
@@ -274,14 +273,7 @@ def step_by_step(
     processor = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
     text = torch.tensor([PROMPT])
     for _ in range(NEW):
-        _, hidden = target.features(
-            text,
-            torch.arange(text.shape[1])[None],
-            torch.ones_like(text),
-            FeatureSpec(last_hidden=True),
-        )
-        assert hidden is not None
-        logits = target.weights.logits(hidden[:, -1])
+        logits = target.weights.logits(target.last_states(text)[:, -1])
         logits = processor(text[:, : len(PROMPT)] if forget else text, logits)
         text = torch.cat([text, logits.argmax(-1)[:, None]], 1)
     return text[0, len(PROMPT) :].tolist()

@@ -38,7 +38,7 @@ from tests.inference.decoding.rules.toys import CLEAR, Toy, decode, exact_law, p
 from tests.inference.decoding.test_captured import record, replayed
 from tests.inference.decoding.test_lossless import answers, requests
 from tests.inference.steps import NoHost, step_on_device, under_way
-from tests.models import VOCAB, plain_texts, random_target
+from tests.models import VOCAB, plain_texts, random_target, texts_of
 
 DOCUMENTS = [[5, 9, 3, 22, 17, 4, 8, 30, 11, 2, 6, 19], [7, 7, 1, 30, 3, 12, 13, 14, 15]]
 COSTS = (1.0, 1.1, 1.2, 1.5, 2.0)
@@ -279,21 +279,21 @@ def test_unsure_rows_are_not_counted_as_refused() -> None:
 def test_lengths_follow_acceptance_and_cost() -> None:
     flat, steep = [1.0, 1.01, 1.02, 1.04, 1.08], [1.0, 1.9, 3.0, 5.2, 9.6]
     for seconds, right, wrong in ((flat, 8, 1), (steep, 1, 0)):
-        lengths = Lengths((0, 1, 2, 4, 8), seconds, rows=1)
+        lengths = Lengths((0, 1, 2, 4, 8), seconds)
         for _ in range(60):
             lengths.observe(8, 8)
         assert lengths.next() == right
         for _ in range(300):
             lengths.observe(0, 1)
         assert lengths.next() == wrong
-    lengths = Lengths((1, 2, 4), [1.0, 1.1, 1.2], rows=1)
+    lengths = Lengths((1, 2, 4), [1.0, 1.1, 1.2])
     assert lengths.next() == 4, "it starts by trying"
 
 
 def test_a_length_that_did_not_pay_is_tried_again() -> None:
     """After many refusals nothing is drafted; the estimate fades, drafts are tried, and their
     success is noticed."""
-    lengths = Lengths((0, 4), [1.0, 1.6], rows=1)
+    lengths = Lengths((0, 4), [1.0, 1.6])
     for _ in range(40):
         lengths.observe(0, 1)
     assert lengths.next() == 0
@@ -419,7 +419,7 @@ def test_a_recorded_step_decodes_other_prompts(mode: str) -> None:
     lanes = engine._kept.lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
     items = requests(4)
-    found = {c.request.index: c.tokens for c in engine.run(items)}
+    found = texts_of(engine, items)
     assert found == plain_texts(items, temperature=1.0)
 
 

@@ -227,7 +227,7 @@ def test_a_verification_that_fails_gives_the_state_back(monkeypatch: pytest.Monk
         next(steps)
     lanes = engine._kept.lanes
     assert lanes is not None
-    before = [part.clone() for part in state_tensors(lanes.state, shared=True)]
+    before = [part.clone() for part in state_tensors(lanes.state)]
 
     def fail(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -236,7 +236,7 @@ def test_a_verification_that_fails_gives_the_state_back(monkeypatch: pytest.Monk
         patch.setattr(target, "verify", fail)
         with pytest.raises(KeyboardInterrupt):
             list(steps)
-    after = state_tensors(lanes.state, shared=True)
+    after = state_tensors(lanes.state)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -336,7 +336,7 @@ def test_plain_decoding_and_other_drafts_do_without() -> None:
     assert not Draft("none").on(config).ahead
 
 
-def test_a_snapshot_puts_back_what_rows_share_where_asked_to() -> None:
+def test_a_snapshot_puts_back_what_rows_share() -> None:
     target = random_target()
     drafter = build("suffix", target)
     tokens = torch.tensor([[3, 4, 5, 6]])
@@ -344,7 +344,7 @@ def test_a_snapshot_puts_back_what_rows_share_where_asked_to() -> None:
     run_of = TargetStates(tokens, tokens + 1, places, places >= 0)
     state = drafter.start(run_of, DecodeConfig(depth=3).tree(), 40)
     before = state.archive.tokens.clone()
-    saved = Snapshot(state, shared=True)
+    saved = Snapshot(state)
     drafter.commit(state, replace(run_of, positions=places + 4))
     assert not torch.equal(state.archive.tokens, before)
     saved.restore()

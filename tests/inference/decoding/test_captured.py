@@ -29,7 +29,7 @@ from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_no_sync import ALL_SHAPES, SAMPLING
 from tests.inference.steps import step_on_device, under_way
-from tests.models import plain_texts, random_target
+from tests.models import plain_texts, random_target, texts_of
 
 
 class Outside:
@@ -152,7 +152,7 @@ def test_a_recorded_step_decodes_other_prompts(
     engine._kept.lanes = under_way(target, drafter, config, count=2)
     lanes = engine._kept.lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
-    assert {c.request.index: c.tokens for c in engine.run(items)} == texts
+    assert texts_of(engine, items) == texts
 
 
 def test_a_step_is_not_replayed_once_another_engine_has_merged_weights() -> None:
@@ -161,10 +161,10 @@ def test_a_step_is_not_replayed_once_another_engine_has_merged_weights() -> None
     engine = Engine(target, None, config, capacity=96)
     engine._kept.lanes = lanes = under_way(target, None, config, count=2)
     replayed(engine, record(lambda: step_on_device(lanes)))
-    texts = [{c.request.index: c.tokens for c in engine.run(items)}]
+    texts = [texts_of(engine, items)]
     assert engine._kept.lanes is lanes
     assert compile_layers(target, backend="eager")
-    texts.append({c.request.index: c.tokens for c in engine.run(items)})
+    texts.append(texts_of(engine, items))
     assert texts == [plain_texts(items)] * 2
 
 
@@ -189,7 +189,7 @@ def test_a_recorded_step_with_every_setting(name: str) -> None:
             assert engine.drafter is not None
             engine._kept.lanes = lanes = under_way(target, engine.drafter, config, count=2)
             replayed(engine, record(partial(step_on_device, lanes)))
-        texts.append({c.request.index: c.tokens for c in engine.run(items)})
+        texts.append(texts_of(engine, items))
     assert texts[0] == texts[1]
 
 
@@ -207,4 +207,4 @@ def test_a_step_that_reads_a_length_on_the_host_is_caught() -> None:
 
     replayed(engine, record(bounded))
     items = requests(4)
-    assert {c.request.index: c.tokens for c in engine.run(items)} != plain_texts(items)
+    assert texts_of(engine, items) != plain_texts(items)

@@ -16,7 +16,7 @@ from inference.decoding.execution.graphs import WARM_UP_STEPS
 from tests.inference.decoding.slow_device import SlowDevice, decoding_on
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
-from tests.models import plain_texts, random_target
+from tests.models import plain_texts, random_target, texts_of
 
 PHASE = 0.004
 """Seconds of a phase: far more than the host takes to launch a step."""
@@ -45,7 +45,7 @@ def test_seconds_of_replayed_steps_are_those_of_the_device(batch: int) -> None:
         list(engine.run(items))  # the first steps, and the capture
         engine.clock.reset()
         begin = time.perf_counter()
-        found = {done.request.index: done.tokens for done in engine.run(items)}
+        found = texts_of(engine, items)
         wall = time.perf_counter() - begin
     assert device.captured == 1 and found == plain_texts(items)
     clock = engine.clock
@@ -76,7 +76,7 @@ def test_the_time_of_a_capture_belongs_to_no_phase() -> None:
 def test_a_capture_that_fails_is_tried_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
     engine, device, items = new_engine(), SlowDevice(refuses="operation not permitted"), requests(2)
     with decoding_on(device, engine, 0.0), caplog.at_level(logging.WARNING):
-        found = {done.request.index: done.tokens for done in engine.run(items)}
+        found = texts_of(engine, items)
     assert found == plain_texts(items) and engine.clock.passes > 2 * WARM_UP_STEPS
     assert device.captured == 1
     (said,) = [record.getMessage() for record in caplog.records if "captured" in record.message]

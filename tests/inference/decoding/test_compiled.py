@@ -37,7 +37,7 @@ from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.steps import under_way
-from tests.models import random_target
+from tests.models import random_target, texts_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chain": ("eagle3", {**SHAPES["chain"], "temperature": 1.0}),
@@ -82,14 +82,14 @@ def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothi
     config = DecodeConfig(**settings)
     items = requests(4)
     sampling = DecodeConfig(temperature=config.temperature)
-    plain = {c.request.index: c.tokens for c in Engine(target, None, sampling).run(items)}
+    plain = texts_of(Engine(target, None, sampling), items)
     engine, step = compiled_engine(target, kind, config)
-    first = {c.request.index: c.tokens for c in engine.run(items[: config.batch_size])}
+    first = texts_of(engine, items[: config.batch_size])
     spent = inference.decoding.execution.compiled.seconds_spent()
-    assert step.graphs == 1 and spent > 0
-    rest = {c.request.index: c.tokens for c in engine.run(items[config.batch_size :])}
+    assert len(step._plans) == 1 and spent > 0
+    rest = texts_of(engine, items[config.batch_size :])
     assert first | rest == plain
-    assert step.graphs == 1 and inference.decoding.execution.compiled.seconds_spent() == spent
+    assert len(step._plans) == 1 and inference.decoding.execution.compiled.seconds_spent() == spent
     assert engine._kept.lanes is not None
     clock = engine._kept.lanes.runner.decoder.clock
     phases = {name for name, seconds in clock.seconds.items() if seconds}
@@ -107,11 +107,11 @@ def test_compiled_steps_give_the_eager_tokens_and_a_second_prompt_compiles_nothi
 def test_compiled_attention_gives_the_eager_tokens(family: str, settings: dict[str, Any]) -> None:
     """In float32, where it runs; Gemma 2 has windows and soft-capping."""
     target, items = random_target(family, dtype=torch.float32), requests(5)
-    plain = {c.request.index: c.tokens for c in Engine(target, None, DecodeConfig()).run(items)}
+    plain = texts_of(Engine(target, None, DecodeConfig()), items)
     kind = "ngram" if family == "llama" else "medusa"
     engine, step = compiled_engine(target, kind, DecodeConfig(**settings))
-    assert {c.request.index: c.tokens for c in engine.run(items)} == plain
-    assert step.graphs == 1 and step.bound(1) == step._cache.capacity
+    assert texts_of(engine, items) == plain
+    assert len(step._plans) == 1 and step.bound(1) == step._cache.capacity
 
 
 @pytest.mark.slow
@@ -172,10 +172,8 @@ def test_compiled_rules_decide_as_the_eager_ones(kind: str, settings: dict[str, 
     config = DecodeConfig(temperature=1.0, **settings)
     engine, step = compiled_engine(target, kind, config)
     eager = Engine(target, drafter_of(kind, target), config)
-    expected, found = (
-        {c.request.index: c.tokens for c in each.run(items)} for each in (eager, engine)
-    )
-    assert found == expected and step.graphs == 1
+    expected, found = (texts_of(each, items) for each in (eager, engine))
+    assert found == expected and len(step._plans) == 1
 
 
 def test_integers_wrap_in_a_compiled_graph_as_in_torch() -> None:
@@ -202,10 +200,10 @@ def test_steps_that_verify_alike_share_the_compiled_verification() -> None:
         """The one compiled verification after decoding with these settings, which must not change
         text."""
         sampling = DecodeConfig(temperature=settings.get("temperature", 0.0))
-        plain = {c.request.index: c.tokens for c in Engine(target, None, sampling).run(items)}
+        plain = texts_of(Engine(target, None, sampling), items)
         engine, step = compiled_engine(target, "ngram", DecodeConfig(depth=3, **settings))
-        assert {c.request.index: c.tokens for c in engine.run(items)} == plain
-        assert step.graphs == 1
+        assert texts_of(engine, items) == plain
+        assert len(step._plans) == 1
         ((_, compiled),) = shared[target.model].values()
         return compiled
 
@@ -221,11 +219,11 @@ def test_steps_that_verify_alike_share_the_compiled_verification() -> None:
 def test_drafters_that_read_other_taps_share_the_verification_while_taps_are_shared() -> None:
     target, items = random_target(num_hidden_layers=2), requests(3)
     shared = inference.decoding.execution.compiled._verifications
-    plain = {c.request.index: c.tokens for c in Engine(target, None, DecodeConfig()).run(items)}
+    plain = texts_of(Engine(target, None, DecodeConfig()), items)
     with target.taps.share([0, 1, 2]):
         for kind in ("ngram", "eagle3", "medusa"):
             engine, _ = compiled_engine(target, kind, DecodeConfig(depth=2))
-            assert {c.request.index: c.tokens for c in engine.run(items)} == plain
+            assert texts_of(engine, items) == plain
             assert len(shared[target.model]) == 1
     assert target.taps.last is None
 

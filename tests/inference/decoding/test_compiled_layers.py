@@ -23,7 +23,7 @@ from inference.target.model import TargetModel
 from tests.inference.decoding.slow_device import SlowDevice, every_engine_on
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
-from tests.models import random_target
+from tests.models import random_target, texts_of
 
 PART = merged._part
 
@@ -44,7 +44,7 @@ def answers(target: TargetModel, batch_size: int, compiled: bool = True) -> dict
     engine = Engine(target, drafter_of("medusa", target), config, capacity=64)
     engine._kept.lanes = engine.new_lanes(batch_size, 64, details=False)
     engine._kept.lanes.cache.writer.compiled = compiled
-    return {c.request.index: c.tokens for c in engine.run(requests(3, new=10))}
+    return texts_of(engine, requests(3, new=10))
 
 
 def test_layers_with_packed_weights_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_drafters_do_not_keep_the_weights_before_merging(monkeypatch: pytest.Mon
         engines = [Engine(target, None, config.without_draft()), Engine(target, drafter, config)]
         engines.append(Engine(target, drafter, config))
         for engine in engines:
-            assert {c.request.index: c.tokens for c in engine.run(requests(3, new=10))} == plain
+            assert texts_of(engine, requests(3, new=10)) == plain
     assert checked == [(2, 1), (2, 3), (2, 3)]
     now = {one.untyped_storage().data_ptr() for one in target.model.parameters()}
     for block in drafter._blocks:

@@ -20,7 +20,7 @@ from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES, build
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.decoding.test_no_sync import ALL_SHAPES
-from tests.models import TokenIds, random_model
+from tests.models import TokenIds, random_model, texts_of
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,7 @@ def synchronisation_forbidden() -> Iterator[None]:
 
 
 def tokens(engine: Engine, count: int = 3) -> dict[int, list[int]]:
-    return {c.request.index: c.tokens for c in engine.run(requests(count, new=30))}
+    return texts_of(engine, requests(count, new=30))
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES)

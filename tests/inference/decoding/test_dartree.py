@@ -30,7 +30,7 @@ from tests.inference.decoding.test_lossless import decode, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_session import alone, mixed, served
 from tests.inference.steps import NoHost, step_on_device, under_way
-from tests.models import VOCAB, plain_texts, random_target
+from tests.models import VOCAB, plain_texts, random_target, texts_of
 
 DARTREE: dict[str, Any] = {"shape": "dartree", "nodes": 10, "depth": 3, "width": 4, "candidates": 9}
 ONE_PASS = [
@@ -105,7 +105,7 @@ def test_a_recorded_step_decodes_other_prompts(name: str, temperature: float) ->
     engine = Engine(target, drafter, config, capacity=96)
     engine._kept.lanes = lanes = under_way(target, drafter, config, count=2)
     replayed(engine, record(lambda: step_on_device(lanes)))
-    assert {c.request.index: c.tokens for c in engine.run(ITEMS)} == plain(temperature)
+    assert texts_of(engine, ITEMS) == plain(temperature)
 
 
 @pytest.mark.rotated

@@ -19,7 +19,7 @@ from inference.decoding.requests import Request
 from inference.decoding.session import Session
 from tests.inference.decoding.slow_device import SlowDevice, decoding_on
 from tests.inference.decoding.test_lossless import prompts, requests
-from tests.models import plain_texts, random_target
+from tests.models import plain_texts, random_target, texts_of
 
 
 class Uncapturable(SlowDevice):
@@ -39,7 +39,7 @@ def test_any_error_of_a_capture_is_a_reason_to_launch(caplog: pytest.LogCaptureF
     engine = Engine(random_target(), None, DecodeConfig(batch_size=2, lag=2), capacity=96)
     device, items = Uncapturable(), requests(2)
     with decoding_on(device, engine, 0.0), caplog.at_level(logging.WARNING):
-        found = {done.request.index: done.tokens for done in engine.run(items)}
+        found = texts_of(engine, items)
     assert found == plain_texts(items) and engine.clock.passes > 2 * WARM_UP_STEPS
     assert device.captured == 1
     (said,) = warnings_in(caplog)
@@ -56,7 +56,7 @@ def test_a_capture_that_fails_is_tried_for_no_other_number_of_rows(
         Request(index, prompt, seed=index, max_new_tokens=8 * (index + 1))
         for index, prompt in enumerate(prompts(3))
     ]
-    plain = {done.request.index: done.tokens for done in Engine(target).run(items)}
+    plain = texts_of(Engine(target), items)
     found = {}
     with (
         decoding_on(device, engine, 0.0),

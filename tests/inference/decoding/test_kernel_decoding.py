@@ -24,7 +24,7 @@ from heads.kernels import dispatch
 from inference.kernels.registry import all_ops
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
-from tests.models import random_target
+from tests.models import random_target, texts_of
 
 family, shape = sys.argv[1:]
 target = random_target(family, dtype=torch.float32)
@@ -39,7 +39,7 @@ for mode in ("reference", "triton"):
             return _original(*args, **kwargs)
         op._loaded[op.kernel] = watched
     engine = Engine(target, drafter_of("medusa", target), config)
-    texts.append({c.request.index: c.tokens for c in engine.run(requests(2, new=4))})
+    texts.append(texts_of(engine, requests(2, new=4)))
 assert texts[0] == texts[1], texts
 assert not any(mode == "reference" for mode, _ in used)
 print("kernels:", *sorted(name for _, name in used))

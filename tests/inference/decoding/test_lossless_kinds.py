@@ -12,7 +12,7 @@ from inference.decoding.engine import Engine
 from inference.target.model import TargetModel
 from tests.heads.recipes import RECIPES, REMEMBERING, build
 from tests.inference.decoding.test_lossless import decode, requests
-from tests.models import random_target
+from tests.models import random_target, texts_of
 
 
 def drafter_of(name: str, target: TargetModel, seed: int = 0) -> Any:
@@ -38,7 +38,5 @@ def test_without_shared_noise_the_text_is_the_same() -> None:
     texts = []
     for share in (True, False):
         config = DecodeConfig(temperature=1.0, share_noise=share)
-        texts.append(
-            {c.request.index: c.tokens for c in Engine(target, drafter, config).run(items)}
-        )
+        texts.append(texts_of(Engine(target, drafter, config), items))
     assert texts[0] == texts[1]

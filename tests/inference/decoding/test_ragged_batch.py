@@ -17,6 +17,7 @@ from inference.decoding.requests import Request
 from inference.measure.prompts import load_prompts, to_requests
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
+from tests.models import texts_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"shape": "chain", "depth": 3},
@@ -41,10 +42,6 @@ def ragged(repository: Path, target: TargetModel) -> list[Request]:
     ]
 
 
-def tokens(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
-    return {c.request.index: c.tokens for c in engine.run(requests)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -57,12 +54,12 @@ def test_a_batch_of_eight_equals_eight_single_runs(
         "eagle3", get_kind("eagle3").config_class(), target.info, target.weights, 0
     )
     config = DecodeConfig(temperature=temperature, batch_size=8, **SHAPES[shape])
-    together = tokens(Engine(target, drafter, config), requests)
+    together = texts_of(Engine(target, drafter, config), requests)
     alone = Engine(target, drafter, DecodeConfig(temperature=temperature, **SHAPES[shape]))
     plain = Engine(target, None, DecodeConfig(temperature=temperature))
     for request in requests:
-        assert together[request.index] == tokens(alone, [request])[request.index]
-        assert together[request.index] == tokens(plain, [request])[request.index]
+        assert together[request.index] == texts_of(alone, [request])[request.index]
+        assert together[request.index] == texts_of(plain, [request])[request.index]
 
 
 @pytest.mark.slow
@@ -72,9 +69,9 @@ def test_in_float32_a_batch_differs_by_near_ties_at_most(repository: Path) -> No
     drafter = new_drafter(
         "medusa", get_kind("medusa").config_class(), target.info, target.weights, 0
     )
-    together = tokens(Engine(target, drafter, DecodeConfig(batch_size=8)), requests)
+    together = texts_of(Engine(target, drafter, DecodeConfig(batch_size=8)), requests)
     alone = Engine(target, None, DecodeConfig())
-    single = {request.index: tokens(alone, [request])[request.index] for request in requests}
+    single = {request.index: texts_of(alone, [request])[request.index] for request in requests}
     order = [request.index for request in requests]
     report = audit(
         target,

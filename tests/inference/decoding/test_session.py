@@ -22,7 +22,7 @@ from inference.decoding.session import Session
 from tests.heads.recipes import RECIPES
 from tests.inference.decoding.test_lossless import SHAPES, requests
 from tests.inference.decoding.test_lossless_kinds import drafter_of
-from tests.models import plain_texts, random_target
+from tests.models import plain_texts, random_target, texts_of
 
 SETTINGS = (
     SamplingSettings(),
@@ -144,7 +144,7 @@ def test_a_session_computes_no_more_rows_than_it_has_requests(
     items = [
         replace(requests(1)[0], index=i, max_new_tokens=new) for i, new in enumerate((3, 3, 3, 20))
     ]
-    plain = {c.request.index: c.tokens for c in Engine(target).run(items)}
+    plain = texts_of(Engine(target), items)
     widths.clear()
     with Session(Engine(target, None, DecodeConfig(batch_size=6)), 60) as session:
         for item in items:

@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import numpy as np
+
+from tests.loopback import http_server
 
 DEPTH = 3
 MODEL = "stub-model"
@@ -343,15 +345,8 @@ def serving(**settings: Any) -> Iterator[Stub]:
     """A stub that serves until the block ends."""
     stub = Stub(**settings)
     handler = type("Handler", (_Handler,), {"stub": stub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    stub.base = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        yield stub
-    finally:
-        stub.gone.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(handler) as stub.base:
+        try:
+            yield stub
+        finally:
+            stub.gone.set()

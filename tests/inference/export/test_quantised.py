@@ -18,8 +18,9 @@ from inference.export.layouts.folder import Folder
 from inference.export.layouts.registry import LAYOUTS
 from inference.export.quantised import PLAIN
 from inference.target.model import TargetModel
-from inference.target.packed_weights import dequantise, error_bound, sort_parts
+from inference.target.packed_weights import dequantise, sort_parts
 from tests.inference.export.ground import save, target_config, tensors, write
+from tests.inference.target.test_packed_weights import error_bound
 
 LAYOUT_OF = {
     "eagle": "eagle",

@@ -148,7 +148,9 @@ def test_the_probe_measures_this_device() -> None:
     assert 1e7 < found.used_bytes_per_second < 1e13
 
 
-def test_the_block_puts_steps_beside_the_bandwidth(target: TargetModel) -> None:
+def test_the_block_puts_steps_beside_the_bandwidth(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     eagle = arm(target, "eagle3", Eagle3Config())
     split = {"draft": 1.0, "verify": 2.0, "commit": 0.5, "other": 0.3, "gap": 0.2}
     entry = {
@@ -164,8 +166,9 @@ def test_the_block_puts_steps_beside_the_bandwidth(target: TargetModel) -> None:
         gemv_bytes_per_second=1e9,
         used_bytes_per_second=2e9,
     )
+    monkeypatch.setattr("inference.measure.roofline.probe_bandwidth", lambda *_: bandwidth)
     lengths = {"baseline": 20.0, "eagle3": 30.0}
-    block = roofline(target, [eagle], report.baseline, report.drafters, TEXT, lengths, bandwidth)
+    block = roofline(target, [eagle], report.baseline, report.drafters, TEXT, lengths)
     size = TargetBytes.of(target)
     plain, numbers = block.baseline, block.arms["eagle3"]
     assert plain.step_ms == 2.0  # 16 s for 8000 tokens

@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pytest
 
 from inference.report.model import parse_report
-from inference.report.plots import families, plot_all
+from inference.report.plots import plot_all
 from tests.inference.example_report import example_report
 
 FORMULA = "$_{$"
@@ -27,8 +27,3 @@ def test_dollar_signs_in_names_are_no_formula(tmp_path: Path, place: str) -> Non
     paths = plot_all({label: parse_report(content)}, tmp_path)
     assert paths and all(path.is_file() for path in paths)
     assert mpl.rcParams["text.parse_math"], "other plots of the process are not changed"
-
-
-def test_dollar_signs_in_the_table_of_families(tmp_path: Path) -> None:
-    rows = {FORMULA: {FORMULA: 2.0, "speedup": 1.5}}
-    assert families(rows, tmp_path / "families.png").is_file()

@@ -24,11 +24,14 @@ MODEL = "micro"
 
 
 class Running:
-    """A server that runs. base: its address; client: the openai client for it, which does not
-    repeat what fails."""
+    """A server that runs. thread: in which it runs; base: its address; client: the openai client
+    for it, which does not repeat what fails."""
 
-    def __init__(self, service: Service, server: Server, base: str, token: str) -> None:
-        self.service, self.server, self.base, self.token = service, server, base, token
+    def __init__(
+        self, service: Service, server: Server, thread: threading.Thread, base: str, token: str
+    ) -> None:
+        self.service, self.server, self.thread = service, server, thread
+        self.base, self.token = base, token
         self.client = openai.OpenAI(
             base_url=f"{base}/v1", api_key=token or "none", max_retries=0, timeout=60
         )
@@ -78,7 +81,7 @@ def serving(
     assert begun.wait(30)
     scheme = "https" if given.ssl_certfile else "http"
     port = listening.getsockname()[1]
-    running = Running(service, server, f"{scheme}://127.0.0.1:{port}", token)
+    running = Running(service, server, thread, f"{scheme}://127.0.0.1:{port}", token)
     try:
         yield running
     finally:

@@ -19,7 +19,7 @@ from inference.target.exact import install_exact, is_exact
 from inference.target.model import TargetModel
 from tests.inference.decoding.test_lossless import requests
 from tests.inference.kernels.planted import run_in_its_place
-from tests.models import random_target
+from tests.models import random_target, texts_of
 
 NEEDS = FeatureSpec(last_hidden=True)
 
@@ -171,7 +171,7 @@ def test_text_is_the_same_with_any_draft_and_batch(shape: Any, temperature: floa
     decode = DecodeConfig(temperature=temperature, exact=True, depth=5, nodes=9, shape=shape)
 
     def answers(drafter: Any, decode: DecodeConfig) -> dict[int, list[int]]:
-        return {c.request.index: c.tokens for c in Engine(target, drafter, decode).run(items)}
+        return texts_of(Engine(target, drafter, decode), items)
 
     plain = answers(None, decode.without_draft())
     known = {item.tokens: [*item.tokens, *plain[item.index]] for item in items}

@@ -36,6 +36,7 @@ from tests.models import (
     random_model,
     random_target,
     save_random_target,
+    texts_of,
 )
 
 OWN, LIBRARY = 3e-6, 1e-5
@@ -174,9 +175,9 @@ def test_a_recorded_step_asks_for_nothing_and_decodes_other_prompts(shape: str) 
     with NoHost():
         step_on_device(lanes)
     replayed(engine, record(lambda: step_on_device(lanes)))
-    found = {c.request.index: c.tokens for c in engine.run(items)}
+    found = texts_of(engine, items)
     plain = Engine(random_target("glm_moe_dsa", **DENSE), None, DecodeConfig(temperature=1.0))
-    assert found == {done.request.index: done.tokens for done in plain.run(items)}
+    assert found == texts_of(plain, items)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from inference.target.packed_weights import (
     ALGORITHMS,
     FORMATS,
     FP4,
+    FP4_GROUP,
+    FP4_MOST,
     FP8,
+    FP8_LEAST,
     dequantise,
-    error_bound,
     pack_fp4,
     quantise,
     require_readable,
@@ -33,6 +36,24 @@ def weight(rows: int = 12, columns: int = 64) -> Tensor:
     found *= 10.0 ** torch.linspace(-3, 2, rows).unsqueeze(1)
     found[3], found[4, :16] = 0, 1e-9
     return found
+
+
+def error_bound(parts: Mapping[str, Tensor]) -> Tensor:
+    """Bound on the error of weights [O, I] that `quantise` quantised.
+
+    int8: half a step. fp8: 2^-4 of the number (three mantissa bits), or half the smallest number.
+    nvfp4: the scale of the group, which is half the widest gap of e2m1, and at the ends of the
+    range also what the rounding of that scale cuts off (2^-4, or a half below e4m3's normal
+    numbers).
+    """
+    values = dequantise(parts, torch.float32)
+    scale = parts["weight_scale"].float()
+    if "weight_packed" in parts:
+        scale = (scale / parts["weight_global_scale"]).repeat_interleave(FP4_GROUP, 1)
+        return scale * torch.where(values.abs() >= FP4_MOST * scale * 0.999, 3.0, 1.0)
+    if parts["weight"].dtype == FP8:
+        return torch.maximum(values.abs() * 2.0**-4, scale * FP8_LEAST / 2) * (1 + 1e-6)
+    return (scale / 2 * (1 + 1e-5)).expand_as(values)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -141,7 +141,7 @@ def test_families_without_a_plan_are_refused_before_weights(
     save_random_target(tmp_path / "gpt2", tiny_tokenizer("plain"), "gpt2")
     for file in (tmp_path / "gpt2").glob("*.safetensors"):
         file.unlink()
-    alone = parallel.Ranks(0, 2, torch.device("cpu"))
+    alone = parallel.Ranks(2, torch.device("cpu"))
     monkeypatch.setattr(parallel, "join_ranks", lambda wanted: alone)
     with pytest.raises(
         UserError, match="a gpt2 target cannot be split: transformers has no tensor-parallel plan"

@@ -34,7 +34,7 @@ def test_a_replay_takes_the_passes_of_decoding(kind: str, temperature: float) ->
     target, items = random_target(), requests(4, new=14)
     decode = DecodeConfig(temperature=temperature, batch_size=2, depth=3)
     drafter = drafter_of(kind, target)
-    texts = sorted(Engine(target, None, decode).run(items), key=lambda item: item.request.index)
+    texts = Engine(target, None, decode).completions(items)
     replay = Replay(target, drafter, texts, temperature)
     for shape in SHAPES:
         engine = Engine(target, drafter, decode)
@@ -61,7 +61,7 @@ def test_a_replay_records_how_sure_the_drafter_is(
     target, items = random_target(), requests(3, new=10)
     monkeypatch.setattr(confidence, "CONSIDERED", target.info.vocab_size)
     decode, drafter = DecodeConfig(batch_size=3, depth=3), drafter_of(kind, target)
-    texts = sorted(Engine(target, None, decode).run(items), key=lambda item: item.request.index)
+    texts = Engine(target, None, decode).completions(items)
     replay = Replay(target, drafter, texts, 0.0)
     found = replay.passes(TokenTree.chain(3), everywhere=True)
     assert [len(records) for records in found] == [len(item.tokens) - 1 for item in texts]

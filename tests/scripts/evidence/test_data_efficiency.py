@@ -19,6 +19,7 @@ from scripts.evidence.data_efficiency import (
     ARMS,
     Found,
     Measured,
+    Trained,
     drop_other_recipe,
     found_in,
     markdown,
@@ -31,12 +32,12 @@ from tests.scripts.evidence.places import micro_place
 SIZES = [1_000, 3_000, 10_000, 30_000]
 
 
-def drafters(tau: float, seeds: int = 3) -> list[Totals]:
-    """Drafters that have one tau on all prompts but for a factor of each prompt and seed."""
+def drafters(tau: float) -> list[Totals]:
+    """Three drafters that have one tau on all prompts but for a factor of each prompt and seed."""
     random = np.random.default_rng(1)
     passes = random.integers(20, 60, 48).astype(float)
     found = []
-    for factor in np.linspace(0.97, 1.03, seeds):
+    for factor in np.linspace(0.97, 1.03, 3):
         gain = (tau - 1) * factor * random.uniform(0.9, 1.1, len(passes))
         nothing = np.zeros(len(passes))
         names = [str(number) for number in range(len(passes))]
@@ -45,8 +46,11 @@ def drafters(tau: float, seeds: int = 3) -> list[Totals]:
     return found
 
 
-def trained(answers: int, tau: float, tokens: float) -> Measured:
-    return Measured(answers, tokens / 1000, tokens, drafters(tau))
+def trained(answers: int, tau: float, tokens: float, first: int = 0) -> Measured:
+    """Three trainings with the seeds from `first`."""
+    about = (int(tokens) // 1000, int(tokens))
+    found = enumerate(drafters(tau), first)
+    return Measured(answers, {seed: Trained(*about, totals) for seed, totals in found})
 
 
 def growing(size: float) -> float:
@@ -111,19 +115,18 @@ def test_arms_are_placed_where_the_sizes_have_their_tau(curve: Any, close: float
 
 
 def test_the_page_shows_a_kind_whatever_is_known_of_it() -> None:
-    settings = {"pool": 30_000, "passes": 2, "seeds": [0], "depth": 7, "prompts": 48, "beyond": 10}
+    settings = {"pool": 30_000, "passes": 2, "depth": 7, "prompts": 48, "beyond": 10}
     content: dict[str, Any] = {"settings": settings, "command": "a command", "kinds": {}}
     one = Found({1_000: trained(1_000, 1.5, 3.4e5)})
     content["kinds"]["first"] = summary("eagle3", one, SIZES)
-    assert "sums" in content["kinds"]["first"]["points"][0]
     page = "\n".join(markdown(content))
-    assert "| first | 1,000 | 340 | 340,000 | 1.5" in page and page.count("| first |") == 1
+    assert "| first | 1,000 | 3 | 340 | 340,000 | 1.5" in page and page.count("| first |") == 1
     arms = {"repeated": trained(1_000, growing(1_500), 1.02e6)}
     content["kinds"]["first"] = summary("eagle3", found_on(growing, **arms), SIZES)
     page = "\n".join(markdown(content))
     assert page.count("| first |") == len(SIZES) + 2 + 1
     assert "| first | **power** | 0.25 [" in page
-    assert "| first | 1,000 answers, passed more often | 1,000 | 1,020,000 |" in page
+    assert "| first | 1,000 answers, passed more often | 3 | 1,000 | 1,020,000 |" in page
     assert "Made by `a command`" in page and "larger sets" not in page
     settings["pool"] = SIZES[-1] - 1
     assert "the embedded target (larger sets: and others, " in "\n".join(markdown(content))
@@ -139,6 +142,20 @@ def test_what_a_report_holds_is_found_again() -> None:
     assert json.loads(json.dumps(again)) == entry
     kept.curve[1_000] = whole.curve[1_000]  # measured again, after the others
     assert json.loads(json.dumps(summary("eagle3", kept, SIZES))) == entry
+
+
+def test_other_seeds_join_those_of_a_report_and_equal_ones_replace_them() -> None:
+    whole = trained(1_000, 2.0, 3.4e5)
+    kept = found_in(json.loads(json.dumps(summary("eagle3", Found({1_000: whole}), SIZES))))
+    others = trained(1_000, 3.0, 3.8e5, first=2)
+    both = others.joined(kept.curve[1_000])
+    assert [*both.by_seed] == [0, 1, 2, 3, 4]
+    assert [one.steps for one in both.by_seed.values()] == [340, 340, 380, 380, 380]
+    assert (both.steps, both.tokens) == (364, 364_000)
+    (row,) = summary("eagle3", Found({1_000: both}), SIZES)["points"]
+    assert 2.0 < row["tau"] < 3.0 and len(row["seeds"]) == 5
+    again = found_in(json.loads(json.dumps({"points": [row]}))).curve[1_000]
+    assert summary("eagle3", Found({1_000: again}), SIZES)["points"] == [row]
 
 
 def test_an_arm_that_lies_between_two_sizes_lies_there_whatever_the_curve() -> None:
@@ -202,7 +219,7 @@ def test_a_command_with_fewer_sizes_and_arms_keeps_the_others(
     assert content["kinds"]["eagle3"] == whole
     assert [*whole["arms"]] == [*ARMS] and len(whole["points"]) == 4
     assert data_efficiency.main([*words, "--sizes", "500"]) == 2  # below the arms' sizes
-    assert data_efficiency.main([*words[:-1], "1", "--sizes", "3000"]) == 2  # another seed
+    assert data_efficiency.main([*words, "--sizes", "3000", "--pool", "20000"]) == 2
 
 
 @pytest.mark.slow
@@ -232,7 +249,7 @@ def test_the_command_on_the_smallest_target(
     assert entry["arms"]["variations"]["answers"] == 12
     rounds = entry["arms"]["rounds"]
     assert rounds["answers"] == 12  # three rounds of 4 prompts each
-    (ended,) = rounds["loops"]
+    (ended,) = (one["loop"] for one in rounds["seeds"])
     assert ended["best_round"] in range(3)
     stores = [path.name for path in (tmp_path / "work" / "trained").glob("features-*")]
     assert len(stores) == 3  # one for each size

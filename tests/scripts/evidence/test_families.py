@@ -178,3 +178,9 @@ def test_rows_of_an_earlier_run_are_kept_beside_new_ones(
     content = families.collect(run)
     with pytest.raises(UserError, match="another target than this run"):
         families.keep(content, {**before, "target": {**before["target"], "id": "other"}})
+
+
+def test_dollar_signs_in_names_of_drafters_are_no_formula(tmp_path: Path) -> None:
+    no_formula = "$_{$"
+    families.draw({no_formula: {no_formula: 2.0, "speedup": 1.5}}, tmp_path / "families.png")
+    assert (tmp_path / "families.png").is_file()

@@ -7,7 +7,7 @@ import torch
 
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
-from scripts.evidence.jacobi_blocks import LAST, passes_until_stable
+from scripts.evidence.jacobi_blocks import passes_until_stable
 from tests.inference.tokenizers import save_micro_target
 
 BLOCK = 4
@@ -22,11 +22,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 
 def pick(target: TargetModel, text: list[int]) -> int:
     """The target's greedy token after a text."""
-    tokens = torch.tensor([text])
-    ones = torch.ones_like(tokens, dtype=torch.int32)
-    _, last = target.features(tokens, torch.arange(len(text))[None], ones, LAST)
-    assert last is not None
-    return int(target.weights.logits(last[0, -1]).argmax())
+    last = target.last_states(torch.tensor([text]))[0, -1]
+    return int(target.weights.logits(last).argmax())
 
 
 def iterate(target: TargetModel, before: list[int]) -> tuple[int, list[int]]:

@@ -19,9 +19,9 @@ from scripts.evidence.served import Answer
 from train.learning.journal import Entry
 
 
-def arm(*committed: int, passes: int = 10) -> dict[str, Any]:
-    """What a drafter does with a probe for each number of committed tokens."""
-    return {"committed": list(committed), "passes": [passes] * len(committed)}
+def arm(*committed: int) -> dict[str, Any]:
+    """What a drafter does with a probe of ten passes for each number of committed tokens."""
+    return {"committed": list(committed), "passes": [10] * len(committed)}
 
 
 def test_the_shares_of_the_retrained_tau() -> None:

@@ -64,7 +64,7 @@ def test_growth_is_judged_after_the_warm_up() -> None:
 def test_all_phases_run(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     short = "--clients 4 --minutes 0.03 --overload-seconds 1 --rows 2 --cases 8".split()
-    serve_load.main([*short, "--out", str(out)])
+    serve_load.main([*short, "--out", str(out), "--log", str(tmp_path / "log.txt")])
     report = json.loads(out.read_text())
     for phase in ("load", "overload"):
         found = report[phase]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from heads.api.errors import UserError
 from heads.api.features import FeatureSpec
-from inference.processor import multiplies_bfloat16
+from inference.cpu import multiplies_bfloat16
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from scripts.evidence import sides, speculators

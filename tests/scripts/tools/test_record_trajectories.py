@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from heads.api.errors import UserError
-from inference.measure.replay import read_trajectories
 from scripts.tools import record_trajectories
+from scripts.tools.replay import read_trajectories
 
 
 def test_trajectories_are_recorded_from_measurements(

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +22,7 @@ from heads.api.errors import UserError
 from inference.decoding.requests import Completion, Request
 from inference.target.loading import TargetConfig
 from tests.inference.tokenizers import tiny_tokenizer
+from tests.loopback import http_server
 from train.generate.backends.protocols import Ended, completion_of
 from train.generate.backends.servers import ServerPool
 from train.generate.backends.vllm import VllmBackend
@@ -83,13 +84,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        standin = self.server.standin
+        standin = self.standin
         if standin.protocol == "openai" and self.path == "/v1/models":
             return self.reply(200, {"data": standin.listed})
         return self.reply(200 if standin.protocol == "sglang" else 404, standin.info)
 
     def do_POST(self):
-        standin = self.server.standin
+        standin = self.standin
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with standin.lock:
             probe = "text" in body or isinstance(body.get("prompt"), str)
@@ -110,8 +111,8 @@ class Handler(BaseHTTPRequestHandler):
         """This request is answered. Said before the answer leaves: its reader may ask again before
         this thread runs on."""
         if getattr(self, "counted", False):
-            with self.server.standin.lock:
-                self.server.standin.active -= 1
+            with self.standin.lock:
+                self.standin.active -= 1
         self.counted = False
 
     def answer(self, standin, body, fault):
@@ -149,17 +150,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-@contextmanager
 def serving(standin):
     """The stand-in at an address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.standin, server.daemon_threads = standin, True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return http_server(type("Bound", (Handler,), {"standin": standin}))
 
 
 def settings(*addresses, **options):

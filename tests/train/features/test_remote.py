@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from heads.api.features import FeatureSpec
 from inference.target.loading import TargetConfig
 from inference.target.model import TargetModel
 from tests.inference.server.front.served import certificate
+from tests.loopback import http_server
 from tests.train.micro_run import settings
 from train.data.loader import StepLoader
 from train.data.pack import PackedData
@@ -52,18 +53,9 @@ NEEDS = FeatureSpec((0, 1, 2), last_hidden=True, logits=True)
 LENGTH = 64
 
 
-@pytest.fixture(scope="module")
-def target(micro: Path) -> TargetModel:
-    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
-
-
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr(servers, "FIRST_PAUSE", 0.01)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @contextmanager
@@ -324,23 +316,19 @@ def test_busy_servers_are_waited_for_as_they_ask_within_limits(
         def log_message(self, *arguments: Any) -> None: ...
 
     asked: list[float] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    config = FeaturesConfig(mode="remote", servers=(address,), retries=1)
 
     def ask() -> bytes:
         found = servers.Servers(config, "feature server", {})
         return found.in_turn(lambda one: found.request(one, "GET", "/", most=9))
 
-    assert ask() == b"{}" and len(asked) == 9
-    assert min(later - sooner for sooner, later in pairwise(asked)) >= 0.05
-    asked.clear()
-    monkeypatch.setattr(servers, "BUSY_SECONDS", 0.12)
-    with pytest.raises(UserError, match=r"no features after [23] attempts .*status (503|429)"):
-        ask()
-    server.shutdown()
-    server.server_close()
+    with http_server(Busy) as address:
+        config = FeaturesConfig(mode="remote", servers=(address,), retries=1)
+        assert ask() == b"{}" and len(asked) == 9
+        assert min(later - sooner for sooner, later in pairwise(asked)) >= 0.05
+        asked.clear()
+        monkeypatch.setattr(servers, "BUSY_SECONDS", 0.12)
+        with pytest.raises(UserError, match=r"no features after [23] attempts .*status (503|429)"):
+            ask()
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again(

@@ -47,11 +47,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def target(micro: Path) -> TargetModel:
-    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
-
-
-@pytest.fixture(scope="module")
 def own(micro: Path) -> TargetModel:
     """The servers' copy of the target."""
     return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))

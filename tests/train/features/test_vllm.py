@@ -8,7 +8,6 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -55,11 +54,6 @@ EAGLE3 = ("eagle3", "eagle3", get_kind("eagle3").config_class(**HEAD))
 
 
 @pytest.fixture(scope="module")
-def target(micro: Path) -> TargetModel:
-    return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
-
-
-@pytest.fixture(scope="module")
 def own(micro: Path) -> TargetModel:
     """The servers' copy of the target."""
     return TargetModel.load(TargetConfig(str(micro / "target"), device="cpu"))
@@ -81,12 +75,8 @@ def another(micro: Path, tmp_path_factory: pytest.TempPathFactory) -> TargetMode
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setattr(servers, "FIRST_PAUSE", 0.01)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def config_of(*stubs: Stub | str, states: Path, **more: Any) -> FeaturesConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +41,7 @@ from train.generate.sampling import SamplingConfig
 from train.generate.target_facts import TargetFacts
 
 ROWS, LIMIT, LAYERS = 12, 10, (0, 1, 2)
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEEDS = FeatureSpec((0, 1), last_hidden=True, logits=True)
 EAGLE3 = ("eagle3", "eagle3", get_kind("eagle3").config_class(taps=(0, 1), ttt_steps=2))
 
@@ -73,14 +73,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataConfig(str(path), id_column="id", turn="all")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sampling(stub: Stub, **more: Any) -> SamplingConfig:

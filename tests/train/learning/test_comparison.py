@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from inference.server.trial import ArmAnswer
+from scripts.evidence.trial_replay import replay, trial_of
 from train.learning.comparison import (
     BETTER,
     OPEN,
@@ -20,7 +21,6 @@ from train.learning.comparison import (
     needed_evidence,
     paired,
 )
-from train.learning.simulation import replay, trial_of
 
 DEPTH, MOST = 3, 12
 

@@ -37,18 +37,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("place"))
 
 
-@pytest.fixture
-def folder(place: Path, tmp_path: Path) -> Path:
-    """A learner's folder with an engine's answers, of which no verification is known."""
+@pytest.fixture(scope="module")
+def traffic(place: Path) -> Path:
+    """An engine's answers, of which no verification is known."""
     target = TargetModel.load(TargetConfig(str(place / "target"), device="cpu", dtype="float32"))
     drafter = load_drafter(place / "drafter", target.info, target.weights)
     engine = Engine(target, drafter, DecodeConfig(batch_size=16, depth=3))
     facts: Any = {"target": target_facts(target.info)}
-    samples = TrafficSamples(tmp_path / "learn" / "traffic", facts, 10**9, 1.0)
+    samples = TrafficSamples(place / "learn" / "traffic", facts, 10**9, 1.0)
     for answer in decode(engine, 60):
         samples.add(replace(answer, passes=()))
     samples.flush()
-    return tmp_path / "learn"
+    return place / "learn"
+
+
+@pytest.fixture
+def folder(traffic: Path, tmp_path: Path) -> Path:
+    """A learner's folder with these answers."""
+    return shutil.copytree(traffic, tmp_path / "learn")
 
 
 class Exports:

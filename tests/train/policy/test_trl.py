@@ -28,9 +28,9 @@ SAMPLES, BATCH = 480, 32
 PROMPT = "Why?"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_micro_target(tmp_path / "policy")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_micro_target(tmp_path_factory.mktemp("policy"))
 
 
 def make_trainer(folder: Path, rollouts: Any, out: Path) -> Any:

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,18 +47,11 @@ class RowLocation:
 
 class StoreReader:
     """A store opened for reading, from any thread. wanted: the identity that is expected;
-    wait_seconds: how long to wait for a row while the writers make no progress; say: called with a
-    line about waiting. Raises `UserError` if the store is of other answers, another target or
-    another form."""
+    wait_seconds: how long to wait for a row while the writers make no progress. Raises `UserError`
+    if the store is of other answers, another target or another form."""
 
-    def __init__(
-        self,
-        folder: Path,
-        wanted: layout.Identity,
-        wait_seconds: float,
-        say: Callable[[str], None] = logger.warning,
-    ) -> None:
-        self.folder, self.wait_seconds, self.say = folder, wait_seconds, say
+    def __init__(self, folder: Path, wanted: layout.Identity, wait_seconds: float) -> None:
+        self.folder, self.wait_seconds = folder, wait_seconds
         self.plan = layout.read_plan(folder)
         differences = self.plan.identity.differences(wanted)
         if differences:
@@ -128,9 +120,11 @@ class StoreReader:
             if now - moved > self.wait_seconds:
                 raise self._late(writing)
             if now - noticed > NOTICE_SECONDS or noticed == moved:
-                self.say(
-                    f"waiting for features: {len(self._indexed)} of {self.plan.shards} shards are "
-                    f"written in '{self.folder}'"
+                logger.warning(
+                    "waiting for features: %d of %d shards are written in '%s'",
+                    len(self._indexed),
+                    self.plan.shards,
+                    self.folder,
                 )
                 noticed = now
             if self._stopped.wait(POLL_SECONDS):

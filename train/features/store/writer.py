@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from heads.api.batch import TrainBatch
 from heads.api.errors import UserError
-from heads.api.features import FeatureSpec
+from heads.api.features import FeatureSpec, union
 from heads.api.registry import get_kind
 from heads.api.target_info import TargetInfo
 from inference import manifest
@@ -370,19 +370,14 @@ def running(
 def needs_of(heads: tuple[tuple[str, str, Any], ...], info: TargetInfo) -> FeatureSpec:
     """The features that the drafters read together in training; raises `UserError` if there are
     none."""
-    specs = [spec_of(kind, config, info) for _, kind, config in heads]
-    union = FeatureSpec(
-        taps=tuple(sorted({tap for spec in specs for tap in spec.taps})),
-        last_hidden=any(spec.last_hidden for spec in specs),
-        logits=any(spec.logits for spec in specs),
-    )
-    union.check(info.num_layers)
-    if not states_of(union):
+    needs = union(spec_of(kind, config, info) for _, kind, config in heads)
+    needs.check(info.num_layers)
+    if not states_of(needs):
         raise UserError(
             f"{', '.join(name for name, _, _ in heads)}: nothing of the target is read in "
             "training, so there is nothing to store."
         )
-    return union
+    return needs
 
 
 def spec_of(kind: str, config: Any, info: TargetInfo) -> FeatureSpec:

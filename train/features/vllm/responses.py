@@ -37,7 +37,7 @@ class ResponseStates:
         target: TargetModel,
         needs: FeatureSpec,
         longest: int,
-        domains: Sequence[str] = (),
+        domains: Sequence[str],
     ) -> None:
         self.responses, self.target = responses, target
         manifest = read_answers(responses)

@@ -32,6 +32,7 @@ from tests.inference.decoding.structured.parts import (
     text_of,
 )
 from tests.inference.decoding.test_no_sync import ALL_SHAPES
+from tests.models import texts_of
 
 MIXED = ["schema", None, "regex", "grammar", None, "choice", "loose schema"]
 
@@ -205,7 +206,7 @@ def test_constrained_rows_on_a_device_that_the_host_runs_ahead_of() -> None:
     engine = Engine(structured_target(), build("medusa", structured_target()), config)
     device = SlowDevice()
     with decoding_on(device, engine, 0.0):
-        found = {done.request.index: done.tokens for done in engine.run(items)}
+        found = texts_of(engine, items)
     assert found == plain(items)
 
 
@@ -229,10 +230,10 @@ def _decodes_compiled(shape: str) -> None:
     if shape == "dynamic":
         drafter = build("eagle3", target)
     engine = Engine(target, drafter, config, capacity=96)
-    found = {done.request.index: done.tokens for done in engine.run(items)}
+    found = texts_of(engine, items)
     assert engine._kept.lanes is not None
     steps = engine._kept.lanes.runner.compiled
-    assert steps is not None and steps.graphs == 2  # with a grammar, and without
+    assert steps is not None and len(steps._plans) == 2  # with a grammar, and without
     assert found == plain(items, temperature=1.0)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from inference.decoding.rules.accept import children_lists
 from inference.decoding.structured.constraint import Constraint
 from inference.decoding.structured.grammars import Grammars, token_texts
 from inference.decoding.structured.matcher import allows
-from inference.decoding.structured.rows import children_of, forbid
+from inference.decoding.structured.rows import forbid
 from tests.inference.decoding.structured.parts import CONSTRAINTS, END, structured_target
 
 VOCAB = 4096
@@ -66,7 +67,7 @@ def test_masks_of_a_tree_are_those_of_each_path_alone(name: str) -> None:
     for _ in range(5):
         parents, tokens = draft(constraint, begun, draw, 9)
         words = torch.zeros(9, WORDS, dtype=torch.int32)
-        matcher.masks(words, tokens, children_of(parents))
+        matcher.masks(words, tokens, children_lists(parents))
         for node in range(9):
             path: list[int] = []
             above = node

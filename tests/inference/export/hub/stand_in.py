@@ -10,9 +10,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
@@ -20,6 +19,8 @@ from urllib.parse import unquote
 import huggingface_hub
 import pytest
 from huggingface_hub.utils import _http
+
+from tests.loopback import http_server
 
 GOOD_TOKEN = "hf_" + "g" * 34
 CUT = 3000
@@ -51,17 +52,7 @@ class HubStandIn:
         self.collections: dict[str, dict[str, Any]] = {}
         """Slug -> title, owner, private and items."""
         self.no_json = False
-        self.server = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
-        )
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        self.url = ""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -331,14 +322,14 @@ def loopback_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
     """A stand-in that this process takes for the Hub, with a good token. Wrap it in
     `pytest.fixture`."""
     stand_in = HubStandIn()
-    monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
     monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(
         _http, "time", SimpleNamespace(sleep=lambda seconds: None)
     )  # retries without their pauses
-    huggingface_hub.close_session()
-    yield stand_in
-    huggingface_hub.close_session()
-    stand_in.close()
+    with http_server(type("Handler", (_Handler,), {"hub": stand_in})) as stand_in.url:
+        monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+        huggingface_hub.close_session()
+        yield stand_in
+        huggingface_hub.close_session()

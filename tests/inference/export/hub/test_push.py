@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -38,6 +37,7 @@ from tests.inference.export.hub.example_folder import (
     write_measured,
 )
 from tests.inference.export.hub.stand_in import GOOD_TOKEN, READ_TOKEN, HubStandIn, loopback_hub
+from tests.loopback import free_port
 
 REPO = "someone/eagle3-for-target"
 FILES = [
@@ -222,9 +222,7 @@ def test_something_that_is_no_hub(hub: HubStandIn, built: Path) -> None:
 
 
 def test_nobody_listens(hub: HubStandIn, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    address = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("HF_ENDPOINT", address)
     with pytest.raises(UserError, match=f"the connection to {address} broke"):
         upload(REAL, built)

@@ -28,7 +28,7 @@ from tests.inference.decoding.test_lossless_kinds import drafter_of
 from tests.inference.decoding.test_no_sync import ALL_SHAPES
 from tests.inference.steps import NoHost, step_on_device, under_way
 from tests.inference.tokenizers import tiny_tokenizer
-from tests.models import VOCAB, plain_texts, random_target, save_random_target
+from tests.models import VOCAB, plain_texts, random_target, save_random_target, texts_of
 
 DENSE = ["qwen3_5_text", "kimi_linear", "falcon_h1", "mamba", "lfm2", "recurrent_gemma"]
 """One of every sort of state. (Experts look at values in the library itself, for every target.)"""
@@ -80,7 +80,7 @@ def test_a_recorded_step_decodes_other_prompts(family: str, shape: str) -> None:
     lanes = engine._kept.lanes
     replayed(engine, record(lambda: step_on_device(lanes)))
     items = requests(5, new=14)
-    found = {c.request.index: c.tokens for c in engine.run(items)}
+    found = texts_of(engine, items)
     assert found == plain_texts(items, family, recurrent=True, temperature=1.0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import processor
+from inference import cpu
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -27,10 +27,10 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd i8mm bf16\n"
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    processor._facts.cache_clear()
-    monkeypatch.setattr(processor, "FACTS", tmp_path / "cpuinfo")
+    cpu._facts.cache_clear()
+    monkeypatch.setattr(cpu, "FACTS", tmp_path / "cpuinfo")
     yield tmp_path / "cpuinfo"
-    processor._facts.cache_clear()
+    cpu._facts.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_the_facts_of_a_processor(
 ) -> None:
     if facts is not None:
         fresh.write_text(facts)
-    assert processor.is_intel() is intel
-    assert processor.multiplies_bfloat16() is fast
-    assert processor.processor_name() == name if name else processor.processor_name()
+    assert cpu.is_intel() is intel
+    assert cpu.multiplies_bfloat16() is fast
+    assert cpu.processor_name() == name if name else cpu.processor_name()

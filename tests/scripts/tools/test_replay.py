@@ -20,9 +20,9 @@ from inference.decoding.config import DecodeConfig
 from inference.decoding.engine import Engine
 from inference.decoding.requests import Request
 from inference.measure.answers import Record
-from inference.measure.replay import ReplayDrafter, Trajectory, read_trajectories
 from inference.report.model import write_report
 from inference.target.model import TargetModel
+from scripts.tools.replay import ReplayDrafter, Trajectory, read_trajectories
 from tests.inference.example_report import example_report
 from tests.models import VOCAB, random_target
 

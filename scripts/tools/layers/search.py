@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge, Le, Lt
@@ -28,11 +28,7 @@ from numpy.typing import NDArray
 
 from heads.api.config import Depth, Seed, UnitInterval, config
 from heads.api.errors import UserError
-from inference.decoding.config import DecodeConfig
-from inference.decoding.engine import Engine
-from inference.decoding.requests import Request
 from inference.measure import metrics
-from inference.measure.metrics import Outcome, Totals
 from inference.target.model import TargetModel
 
 OBJECTIVES = ("speedup", "tau")
@@ -158,15 +154,6 @@ def search_layers(
             "a larger cost."
         )
     return SearchResult(tuple(parts), tuple(search.trials.values()))
-
-
-def measure_tau(
-    target: TargetModel, drafter: Any, requests: Sequence[Request], decode: DecodeConfig
-) -> metrics.TauEstimate:
-    """tau of decoding these requests with a drafter, as the decoder counts it."""
-    done = Engine(target, drafter, decode).run(requests)
-    outcomes = [Outcome(str(item.request.index), "", item.passes) for item in done]
-    return metrics.tau_estimate(Totals.collect(outcomes, decode.tree(target.device).max_depth))
 
 
 def ideal_speedup(tau: float, depth: int, cost: float) -> float:

@@ -1,20 +1,18 @@
 """The text of every row, for drafters that look tokens up in it instead of computing them (n-gram,
 Jacobi, lookahead, suffix).
 
-Legend: B rows, S slots of a row's history, T positions, D depth of a draft, M tokens asked for.
+Legend: B rows, S slots of a row's history, M tokens asked for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from heads.api.drafter import TargetStates
-from heads.api.one_pass import refuse_dartree
-from heads.api.tree import DraftShape, TokenTree
+from heads.api.errors import UserError
 
 _SPREAD = 0x9E3779B1  # odd: multiples of it fall all over the text
 
@@ -75,25 +73,11 @@ class History:
         return torch.where(best >= 0, self.tokens.gather(1, slot + 1), otherwise)
 
 
-@dataclass(frozen=True, eq=False)
-class Fixed:
-    """A tree that does not change while a batch is decoded; shared between its rows."""
-
-    tree: TokenTree
-    shared_between_rows: ClassVar[bool] = True
-
-
-class ChainCache:
-    """The longest chain within a shape, for drafters with one continuation. The last one is cached,
-    since every refilled row starts with the same shape."""
-
-    def __init__(self) -> None:
-        self._known: tuple[DraftShape, Fixed] | None = None
-
-    def of(self, shape: DraftShape, device: torch.device) -> Fixed:
-        if self._known is None or self._known[0] is not shape:
-            refuse_dartree(shape)
-            own = isinstance(shape, TokenTree) and shape.is_chain
-            depth = min(shape.max_depth, shape.num_nodes - 1)
-            self._known = shape, Fixed(shape if own else TokenTree.chain(depth, device))  # type: ignore[arg-type]
-        return self._known[1]
+def require_lengths(kind: str, shortest: int, longest: int) -> None:
+    """Raise `UserError` unless 1 <= shortest <= longest: the runs of tokens that count as a match,
+    `min_n` and `max_n` of a kind's configuration."""
+    if not 1 <= shortest <= longest:
+        raise UserError(
+            f"{kind} needs 1 <= min_n <= max_n; given min_n={shortest}, max_n={longest}. Change "
+            "head.min_n or head.max_n."
+        )

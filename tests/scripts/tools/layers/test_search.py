@@ -17,16 +17,16 @@ from heads.api.checkpoint import build_config, new_drafter
 from heads.api.errors import UserError
 from inference.decoding.config import DecodeConfig
 from inference.measure.prompts import load_prompts
-from inference.tune.layer_search import (
+from inference.measure.run import quick_tau
+from scripts.tools.common import VALIDATION
+from scripts.tools.layers.search import (
     Chosen,
     SearchConfig,
     SkippablePart,
     ideal_speedup,
-    measure_tau,
     parts_of,
     search_layers,
 )
-from scripts.tools.common import VALIDATION
 from scripts.tools.search_layers import main, settings
 from tests.inference.decoding.test_lossless import requests
 from tests.models import random_target
@@ -157,7 +157,7 @@ def test_tau_is_measured_by_decoding(kind: str) -> None:
     def tau(kept: Chosen) -> float:
         values = settings(kind, parts, kept) | ({"bits": 8} if kind == "quantized_self" else {})
         drafter = new_drafter(kind, build_config(kind, values), target.info, target.weights, 0)
-        return measure_tau(target, drafter, items, decode).tau
+        return quick_tau(target, drafter, items, decode).tau
 
     found = search_layers(parts, tau, SearchConfig(20, 2, head, objective="tau"))
     assert len(found.trials) == 6

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from inference.target.model import TargetModel
-from inference.tune.elimination import Divergence, nested_sets, only_layers
-from inference.tune.layer_search import SearchConfig, search_layers
-from tests.inference.tune.test_layer_search import PARTS, planned
+from scripts.tools.layers.elimination import Divergence, nested_sets, only_layers
+from scripts.tools.layers.search import SearchConfig, search_layers
 from tests.models import random_target
+from tests.scripts.tools.layers.test_search import PARTS, planned
 
 TEXTS = [[5, 9, 11, 3, 8], [7, 2, 6, 4, 4, 10, 12]]
 

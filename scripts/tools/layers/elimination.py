@@ -1,5 +1,5 @@
 """Nested sets of a target's layers, made by removing one layer after the other. A search starts
-from them (`inference.tune.layer_search`).
+from them (`scripts.tools.layers.search`).
 
 The next layer to remove is the one without which the target's next-token distributions on its own
 text change least, by the divergence KL(p, q) from the whole target's p to the smaller one's q. One
@@ -18,13 +18,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from heads.api.features import FeatureSpec
 from inference.target.model import TargetModel
 from inference.target.taps import find_layers
 
 Kept = tuple[int, ...]
 """Numbers of the layers that are kept, ascending."""
-LAST = FeatureSpec(last_hidden=True)
 
 
 def nested_sets(layers: int, divergence: Callable[[Kept], float]) -> list[Kept]:
@@ -63,11 +61,8 @@ class Divergence:
         found = []
         with only_layers(self.target, kept):
             for tokens in self.documents:
-                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-                segments = torch.ones_like(positions, dtype=torch.int32)
-                _, last = self.target.features(tokens, positions, segments, LAST)
-                assert last is not None
-                found.append(self.target.weights.logits(last[0]).float().log_softmax(-1))
+                logits = self.target.weights.logits(self.target.last_states(tokens)[0])
+                found.append(logits.float().log_softmax(-1))
         return found
 
 
