@@ -66,6 +66,7 @@ in the recipes."""
 COSINE = ["schedule.kind=cosine", "schedule.min_ratio=0.1"]
 TAP_NORMS = ["head.tap_norm=true", "head.norm_before_fc=false"]
 PLAIN_RESIDUAL = ["head.norm_before_residual=false"]
+QK_NORM = "head.qk_norm=true"
 FORMER_EAGLE3 = [
     *("head.ttt_steps=5", "head.decay=0.8", "head.initial_std=0", "train.context_weight=0"),
     *(*TAP_NORMS, *PLAIN_RESIDUAL, *COSINE, "optim.weight_decay=0"),
@@ -131,6 +132,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "one_tap": ["head.taps=[{high}]"],
         "five_taps": ["head.taps=[1,2,{middle},{high},{last}]"],
         "last_tap": ["head.taps=[2,{middle},{high},{last}]"],
+        "qk_norm": [QK_NORM],
         "tap_norms": TAP_NORMS,
         "plain_residual": PLAIN_RESIDUAL,
         "norms_of_3.1": [*TAP_NORMS, *PLAIN_RESIDUAL],
@@ -203,6 +205,7 @@ STUDIES: dict[str, dict[str, list[str]]] = {
         "answers_only": ["train.context_weight=0"],
         "initial_std_0": START["initial_std_0"],
         "trained_lm_head": ["head.train_lm_head=true"],
+        "qk_norm": [QK_NORM],
         "feature_loss": [FEATURE_LOSS],
         "all_anchors": ["head.keep=1"],
         "falling_weights": ["head.decay=0.8"],
