@@ -481,6 +481,7 @@ def test_an_answer_that_is_not_read_keeps_its_place(
     monkeypatch.setattr(servers, "BUSY_SECONDS", 0.0)
     with serving(target) as server, ThreadPoolExecutor(1) as pool:
         slow, loader = remote(target, micro, server.address, timeout_seconds=30.0)
+        slow.ahead = 0  # further requests could come first, and this one would be refused
         packed = loader.step(0)[0]
         answer = pool.submit(slow.batch, packed)
         assert reached.wait(20)
