@@ -481,11 +481,11 @@ def test_an_answer_that_is_not_read_keeps_its_place(
     monkeypatch.setattr(servers, "BUSY_SECONDS", 0.0)
     with serving(target) as server, ThreadPoolExecutor(1) as pool:
         slow, loader = remote(target, micro, server.address, timeout_seconds=30.0)
-        slow.ahead = 0  # further requests could come first, and this one would be refused
+        other, _ = remote(target, micro, server.address, retries=0)
+        slow.ahead = other.ahead = 0  # any further request could take the only place
         packed = loader.step(0)[0]
         answer = pool.submit(slow.batch, packed)
         assert reached.wait(20)
-        other, _ = remote(target, micro, server.address, retries=0)
         with pytest.raises(UserError, match="the feature server is busy: 1 requests run or wait"):
             other.batch(packed)
         read.set()
