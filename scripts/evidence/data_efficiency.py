@@ -578,7 +578,7 @@ def limit_cell(found: Facts) -> str:
 main = command(
     report,
     kinds=some_of(KINDS),
-    arms=some_of(ARMS),
+    arms=some_of(ARMS) | {"nargs": "*", "help": "without names: the curve alone"},
     sizes={"nargs": "+", "type": int, "default": SIZES, "help": "numbers of answers"},
     seeds={"nargs": "+", "type": int, "default": SEEDS},
     pool=(
