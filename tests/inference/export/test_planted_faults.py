@@ -90,6 +90,17 @@ def absolute_d2t(config: Config, weights: Weights) -> None:
     weights["d2t"] += torch.arange(weights["d2t"].shape[0])
 
 
+def d2t_of_repeats(config: Config, weights: Weights) -> None:
+    weights["d2t"][1] = weights["d2t"][0] - 1
+
+
+def other_order(config: Config, weights: Weights) -> None:
+    """The draft vocabulary from its end: d2t and the rows of the LM head."""
+    place = torch.arange(weights["d2t"].shape[0])
+    weights["d2t"] = (weights["d2t"] + place).flip(0) - place
+    weights["lm_head.weight"] = weights["lm_head.weight"].flip(0).contiguous()
+
+
 def map_of_repeats(config: Config, weights: Weights) -> None:
     weights["token_map"][1] = weights["token_map"][0]
 
@@ -211,6 +222,7 @@ FAULTS: list[tuple[Any, ...]] = [
     ),
     ("eagle3", misshapen, "shape: 'fc.weight' is [32, 64]"),
     ("eagle3", mixed_formats, "dtype: the tensors mix torch.float16, torch.float32"),
+    ("eagle3_plain", d2t_of_repeats, "d2t: names a token twice"),
     ("eagle3_plain", float_map, "dtype: 'd2t' is torch.float32"),
     ("eagle3", short_positions, "positions: they end at 64, the target's at 256"),
     ("dflash", anchored, "anchor: sample_from_anchor is true"),
@@ -281,6 +293,13 @@ def test_a_sound_folder_of_another_trainer_has_no_fault(
     found = planted(target, tmp_path, name, lambda config, weights: None, source=False)
     assert found.faults == []
     assert any("not compared with a checkpoint" in note for note in found.notes)
+
+
+def test_a_draft_vocabulary_in_another_order_is_no_fault(
+    target: TargetModel, tmp_path: Path
+) -> None:
+    found = planted(target, tmp_path, "eagle3_plain", other_order, source=False)
+    assert found.faults == []
 
 
 def test_a_changed_file_is_seen(target: TargetModel, tmp_path: Path) -> None:
