@@ -66,6 +66,8 @@ def join(*groups: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(" ".join(groups).split()))
 
 
+EMBEDDED = "embedded"
+"""The option of target, data and bench for the small target of this repository."""
 GENERATE = "run target data sampling generate"
 TRAIN = "run target head features engine optim schedule train decode joint"
 MEASURE = "run target decode bench measure"

@@ -27,6 +27,7 @@ from inference.target.model import TargetModel
 from inference.terminal import make_console
 from scripts.config.schema import Settings
 from scripts.config.stage_configs import RunConfig
+from scripts.config.stages import EMBEDDED
 from scripts.run.revision import git_state
 from train.memory import keep_freed_memory
 
@@ -133,6 +134,28 @@ def say_what_debug_means(settings: Settings) -> None:
         say(
             "debug=fast: a few training steps on a few prompts show that "
             "every stage works; they cannot teach a drafter. For numbers, leave debug out."
+        )
+
+
+def say_what_stays_embedded(settings: Settings) -> None:
+    """Print which settings of the embedded target hold for another model, of which only the path
+    was given. The line goes to stderr, because stdout may be read by a program."""
+    given, target = settings.given, settings.choices.get("target")
+    if target != EMBEDDED or given("target") or not given("target.path"):
+        return
+    kept = []
+    if not given("target.dtype"):
+        kept.append(f"target.dtype={settings.target.dtype}")
+    if settings.choices.get("data") == EMBEDDED and not given("data") and not given("data.path"):
+        kept.append("the data")
+    if kept and is_main_process():
+        print(
+            f"target.path={settings.target.path}: {' and '.join(kept)} of the embedded target "
+            "remain. For a model of your own add target=local (dtype auto) with data=jsonl "
+            "data.path=<file>, or begin with experiment=own_model; target=embedded omits this "
+            "line.",
+            file=sys.stderr,
+            flush=True,
         )
 
 

@@ -11,15 +11,14 @@ from inference.measure.config import BenchConfig
 from inference.measure.datasets import Loaded
 from scripts.config.schema import Settings
 from scripts.config.stage_configs import RunConfig
+from scripts.config.stages import EMBEDDED
 from scripts.run.process import shown
 from train.data.answers import held_out_prompts
 from train.data.held_out import load_any_prompts
 from train.data.tables import local_files
 
-EMBEDDED = "embedded"
-"""The data and the bench with the embedded target's prompts."""
 EMBEDDED_BENCHES = (EMBEDDED, "profile", "thorough", "baselines", "embedded_long")
-"""Benches that use these prompts."""
+"""Benches that use the embedded target's prompts."""
 FIRST_ROUND = "round-0"
 """Folder of a loop's first round, which holds out prompts for all rounds."""
 

@@ -16,7 +16,7 @@ from scripts.config.compose import parse
 from scripts.config.schema import Settings, load_settings, read_settings
 from scripts.config.stages import Stage
 from scripts.run.folder import answers_folder, read_record, stage_folder
-from scripts.run.process import is_main_process
+from scripts.run.process import is_main_process, say_what_stays_embedded
 
 INCOMPLETE = 3
 """Exit status of a stage that is asked whether it is complete and is not."""
@@ -63,6 +63,7 @@ def act(settings: Settings, show: str, ask: bool) -> int:
         yaml.safe_dump(values, sys.stdout, sort_keys=False)
         return 0
     if not ask:
+        say_what_stays_embedded(settings)
         return run_one(settings)
     done = is_complete(settings)
     print(f"{output_folder(settings)} is {'complete' if done else 'not complete'}", flush=True)

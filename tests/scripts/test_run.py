@@ -28,7 +28,12 @@ from scripts.run.folder import (
     read_config,
     read_record,
 )
-from scripts.run.process import is_main_process, say_what_debug_means, this_session
+from scripts.run.process import (
+    is_main_process,
+    say_what_debug_means,
+    say_what_stays_embedded,
+    this_session,
+)
 from scripts.run.prompts import prompt_files
 from scripts.stages.loop.facts import LoopRecord
 from scripts.stages.loop.plan import RoundPlan
@@ -316,6 +321,27 @@ def test_only_the_smallest_sizes_give_meaningless_numbers(
 ) -> None:
     say_what_debug_means(load_settings(STAGES["measure"], [f"debug={chosen}"]))
     assert ("debug=fast: a few training steps" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("", ""),
+        ("target.path=mine", "target.dtype=float32 and the data of"),
+        ("target.path=mine data.path=mine.jsonl", ": target.dtype=float32 of"),
+        ("target.path=mine target.dtype=bfloat16", ": the data of"),
+        ("target.path=mine target.dtype=bfloat16 data=jsonl data.path=mine.jsonl", ""),
+        ("target=local target.path=mine data=jsonl data.path=mine.jsonl", ""),
+        ("target=embedded target.path=mine", ""),
+        ("experiment=own_model target.path=mine data.path=mine.jsonl", ""),
+    ],
+)
+def test_a_model_of_ones_own_is_told_what_it_keeps_of_the_embedded_target(
+    capsys: pytest.CaptureFixture[str], words: str, kept: str
+) -> None:
+    say_what_stays_embedded(load_settings(STAGES["generate"], words.split()))
+    said = capsys.readouterr().err
+    assert kept in said and bool(said) == bool(kept)
 
 
 def test_only_the_main_process_writes(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
