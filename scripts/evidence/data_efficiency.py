@@ -519,8 +519,8 @@ def markdown(content: Facts) -> list[str]:
         f"on {settings['prompts']} prompts that no training saw. Intervals: 95% bootstrap over "
         "prompts and seeds. A doubling is the factor on tau - 1 from so many answers to twice as "
         "many, by the form of the curve that is printed bold below. Made by "
-        f"`{content['command']}`, earlier rows by the same command with their kinds and sizes; all "
-        "figures: the JSON file of the same name.",
+        f"`{content['command']}`, earlier rows by the same command with their kinds, sizes, seeds "
+        "and arms; all figures: the JSON file of the same name.",
         "",
         *markdown_table(
             ["kind", "answers", "seeds", "steps", "training tokens", "tau", "a doubling"], points
